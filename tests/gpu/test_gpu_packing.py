@@ -8,11 +8,11 @@ import pytest
 import torch
 from calls import OURS, skip_unless_ours
 
-from lancebill.backends.gpu import layout as layouts
+from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import MatrixShape, Packed
-from lancebill.numbers.bit_packing import Nibbles, pack_bits
+from lancebill.numbers.bit_packing import Nibbles, pack_bits, turned_stream_codes
 from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.layers import layer_problem, plausible_weight
@@ -43,8 +43,8 @@ def packed_on(device: str, layout: FragmentLayout, shape: MatrixShape, weights: 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
 def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[bool] = []
-    original = layouts.pack_on_gpu
-    monkeypatch.setattr(layouts, "pack_on_gpu", lambda *a, **k: launched.append(original(*a, **k)) or launched[-1])
+    original = pack_on_gpu.launch
+    monkeypatch.setattr(pack_on_gpu, "launch", lambda *a, **k: launched.append(original(*a, **k)) or launched[-1])
     for hidden, intermediate in ((512, 256), (384, 128)):
         problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=EXPERTS, top_k=1)
         layout = FragmentLayout(problem)
@@ -54,8 +54,10 @@ def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, mon
             assert all(same_bits(got[name], want[name]) for name in want), shape
             if shape.spec.dtype.bits == 4:
                 dense = Nibbles(pack_bits(weights.codes, 4, torch.uint8))
-                got = packed_on("cuda", layout, shape, weights.with_codes(dense))
-                assert all(same_bits(got[name], want[name]) for name in want), shape
+                words = pack_bits(weights.codes, 4, torch.int32).mT.contiguous()
+                for stored in (dense, turned_stream_codes(words, 4, weights.k)):
+                    got = packed_on("cuda", layout, shape, weights.with_codes(stored))
+                    assert all(same_bits(got[name], want[name]) for name in want), shape
             held = {name: tensor.cuda() for name, tensor in want.items()}
             assert layout.unpack(shape, held).to(torch.device("cpu")).equals(weights)
     assert launched and all(launched)

@@ -1,4 +1,4 @@
-"""The kernel that packs codes, in Triton's interpreter, against the definition in torch.
+"""The kernels that pack weights, in Triton's interpreter, against the definition in torch.
 
 Not collected by pytest: `test_hopper_dispatch.py` runs it in a separate process, where TRITON_INTERPRET is set before
 Triton is imported.
@@ -6,36 +6,119 @@ Triton is imported.
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
+from interpreted import scalars
+from torch import Tensor
 
-from lancebill.backends.gpu.kernels import pack_codes as kernel
-from lancebill.backends.gpu.kernels.weight_form import ROWS
+from lancebill.backends.gpu import layout as layouts
+from lancebill.backends.gpu import pack_on_gpu
+from lancebill.backends.gpu.kernels import pack_scales
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.pack_on_gpu import source
-from lancebill.numbers.bit_packing import pack_bits
-from lancebill.numbers.weight import stack_experts
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.numbers.bit_packing import Nibbles, pack_bits, turned_stream_codes
+from lancebill.numbers.unusual import any_set, assuming
+from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight
 
-FORMS = [
-    ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g32-zp", "bf16"), ("int4-g128-zp", "fp8"), ("int8", "bf16"),
-    ("fp8-channel", "fp8"), ("mxfp8", "bf16"), ("int2-g32", "bf16"), ("int3-g32-zp", "bf16"), ("nf4-g32", "bf16"),
+FORMS = [  # and experts; the tests on a GPU have all forms
+    ("mxfp4", "bf16", 2), ("mxfp4", "fp8", 1), ("nvfp4", "bf16", 1), ("int4-g32-zp", "bf16", 1),
+    ("int4-g64:fp16", "bf16", 1), ("int4-g128-zp", "fp8", 1), ("int4-zp", "fp16", 1), ("fp8-channel", "fp8", 1),
+    ("fp8-block", "bf16", 1), ("mxfp8", "fp16", 1), ("int3-g32-zp", "bf16", 1), ("nf4-g32", "bf16", 1),
 ]  # fmt: skip
+SIZES = {"g64": (192, 64), "g128": (256, 128), "block": (256, 128)}  # hidden and intermediate, by part of the spec
+TURNED = ("mxfp4", "int4-g64:fp16")
 
 
-@pytest.mark.parametrize(("spec", "activations"), FORMS)
-def test_kernel_follows_the_definition(spec: str, activations: str) -> None:
-    hidden, intermediate = (384, 128) if "g128" in spec else (160, 96)
-    problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=2, top_k=1)
+def run(make: object, key: tuple[object, ...], values: pack_on_gpu.Values, programs: int, device: torch.device) -> bool:
+    """The kernel of a launch, interpreted."""
+    source = make(*key)  # type: ignore[operator]
+    kernel = getattr(importlib.import_module(source.module), source.kernel)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    arguments = []
+    for name, kind in source.arguments:
+        value = values[name]
+        if kind.startswith("*") and value is None:
+            value = torch.zeros(1, dtype=torch.int32)
+        if isinstance(value, Tensor) and kind != "*fp32":
+            value = value.view(integer[value.dtype.itemsize])
+        arguments.append(value)
+    kernel[(programs,)](*arguments, **dict(source.constants))
+    return True
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_on_gpu, "launch", run)
+    monkeypatch.setattr(pack_scales, "range", scalars, raising=False)
+    monkeypatch.setattr(pack_on_gpu, "_CHUNK", 2)  # rows of several chunks
+
+
+def packed(layout: FragmentLayout, shape: MatrixShape, weights: LogicalWeight) -> Packed:
+    out = layout.allocate(shape, *weights.lead)
+    for tensor in out.values():
+        tensor.fill_(85)  # pack must write every byte
+    layout.pack(shape, weights, out)
+    return out
+
+
+@pytest.mark.parametrize(("spec", "activations", "experts"), FORMS)
+def test_kernels_follow_the_definition(
+    spec: str, activations: str, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, intermediate = next((size for name, size in SIZES.items() if name in spec), (96, 32))
+    problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=experts, top_k=1)
     layout = FragmentLayout(problem)
-    for experts, shape in zip((2, 1), problem.matrices.values()):
-        form, (n, k) = layout.form(shape), layout.padded(shape)
+    for shape in problem.matrices.values():
         weights = stack_experts([plausible_weight(shape, seed) for seed in range(experts)])
-        want = layout.allocate(shape, experts)
-        layout.pack(shape, weights, want)
-        rows = pack_bits(weights.codes, 4, torch.uint8) if form.bits == 4 else weights.codes
-        got = torch.full_like(want["codes"], 85)
-        units, slices = n // ROWS, k // form.slice_columns
-        constants = dict(source(form, problem.is_gated(shape.name)).constants)
-        kernel.pack_codes[(experts * units * slices,)](rows, got, shape.n, rows.shape[-1], units, slices, **constants)
-        assert torch.equal(got, want["codes"])
+        want = packed(layout, shape, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
+            others = turned_codes(weights, gated=problem.is_gated(shape.name)) if spec in TURNED else []
+            for stored in (*row_codes(weights), *others):
+                got = packed(layout, shape, replace(weights, stored=stored))
+                assert got.keys() == want.keys()
+                for name in want:
+                    assert same_bits(got[name], want[name]), (shape, name)
+
+
+def row_codes(weights: LogicalWeight) -> list[Tensor | Nibbles]:
+    """One byte per code; of 4-bit codes also two."""
+    if weights.spec.dtype.bits != 4:
+        return [weights.codes]
+    return [weights.codes, Nibbles(pack_bits(weights.codes, 4, torch.uint8))]
+
+
+def turned_codes(weights: LogicalWeight, *, gated: bool) -> list[Nibbles]:
+    """4-bit codes with their rows in other orders."""
+    ways = [turned(weights.codes)]
+    if gated:
+        halves = weights.codes.unflatten(-2, (2, -1))
+        alternating = Nibbles(pack_bits(halves.transpose(-3, -2).flatten(-3, -2), 4, torch.uint8))
+        ways += [alternating.split_rows(2), turned(halves.flatten(0, 1)).join_rows(2)]
+    return ways
+
+
+def turned(codes: Tensor) -> Nibbles:
+    stored = turned_stream_codes(pack_bits(codes, 4, torch.int32).mT.contiguous(), 4, codes.shape[-1])
+    assert isinstance(stored, Nibbles)
+    return stored
+
+
+def test_groups_far_below_their_rows_largest_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layer_problem("mxfp4", "fp16", hidden=96, intermediate=32, experts=1, top_k=1)
+    layout, shape = FragmentLayout(problem), problem.matrices["w13"]
+    weights = stack_experts([plausible_weight(shape, 0)])
+    scales = weights.scales[0].clone()
+    scales[0, 5, 0], scales[0, 5, 1:] = 100, 140
+    weights = replace(weights, scales=(scales,))
+    want = packed(layout, shape, weights)
+    monkeypatch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
+    got = packed(layout, shape, weights)
+    assert all(same_bits(got[name], want[name]) for name in want)
+    with assuming() as flags:
+        packed(layout, shape, weights)
+    assert bool(any_set(flags))

@@ -15,17 +15,17 @@ from lancebill.errors import BadValue
 from lancebill.numbers.weight import LogicalWeight
 
 
-def is_natural(g_idx: Tensor, size: int) -> bool:
-    """Whether column j is in group j // size, for every expert."""
-    return torch.equal(g_idx, _natural(g_idx.shape[-1], size, g_idx.device).expand_as(g_idx))
+def unlike_natural(g_idx: Tensor, size: int) -> Tensor:
+    """A flag: whether any column j of any expert is not in group j // size."""
+    return (g_idx != _natural(g_idx.shape[-1], size, g_idx.device)).any()
 
 
 def group_order(g_idx: Tensor, size: int) -> Tensor | None:
     """The permutation that sorts columns by group; None if they are sorted already."""
-    if is_natural(g_idx, size):
+    if not bool(unlike_natural(g_idx, size)):
         return None
     order = torch.argsort(g_idx, stable=True)
-    if not is_natural(g_idx[order], size):
+    if bool(unlike_natural(g_idx[order], size)):
         raise BadValue(
             f"g_idx does not assign {size} columns to each group",
             expected=f"{size} columns for each of 0 to {(len(g_idx) - 1) // size}",

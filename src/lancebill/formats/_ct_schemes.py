@@ -15,13 +15,14 @@ from torch import Tensor
 
 from lancebill.errors import BadValue
 from lancebill.formats import _floats
-from lancebill.formats._act_order import group_order, is_natural, reordered, to_natural_order
+from lancebill.formats._act_order import group_order, reordered, to_natural_order, unlike_natural
 from lancebill.formats._floats import WEIGHT as WEIGHT
 from lancebill.formats._floats import FloatScheme, from_level, scale_axes, scale_part, to_level
 from lancebill.formats._integers import PlainInts, check_no_zero
 from lancebill.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
 from lancebill.numbers.bit_packing import pack_bits, pack_padded, stream_codes, unpack_bits, unpack_padded
 from lancebill.numbers.spec import TENSOR, Block, QuantSpec, Scale
+from lancebill.numbers.unusual import unusual
 from lancebill.numbers.weight import LogicalWeight
 
 # Suffixes of the module's name; the second is used by exports that join with an underscore.
@@ -86,11 +87,9 @@ class PackedInts(Scheme):
     def _perm(self, g_idx: Tensor, k: int) -> Tensor | None:
         """Without reordering, writers store -1 or the natural groups; in a shard these start at any group."""
         size = self.spec.group or k
-        if bool((g_idx == -1).all()):
-            return None
         if self.reordered:
-            return group_order(g_idx, size)
-        if not is_natural(g_idx - g_idx[..., :1], size):
+            return None if bool((g_idx == -1).all()) else group_order(g_idx, size)
+        if unusual((g_idx != -1).any() & unlike_natural(g_idx - g_idx[..., :1], size)):
             raise BadValue(
                 "g_idx reorders columns but the config's actorder does not",
                 hint="actorder 'group' reorders; with 'weight' columns are stored in natural order",
@@ -180,6 +179,7 @@ def _check_shape(shape: Tensor | None, n: int, k: int) -> None:
     """`weight_shape` is the size of the whole matrix; [n, k] may be a shard of it."""
     if shape is None:
         return
-    rows, columns = shape.reshape(-1, 2).amin(0).tolist()
-    if rows < n or columns < k:
+    sizes = shape.reshape(-1, 2)
+    if unusual(((sizes[:, 0] < n) | (sizes[:, 1] < k)).any()):
+        rows, columns = sizes.amin(0).tolist()
         raise BadValue("weight_shape is smaller than the matrix", expected=[n, k], got=[rows, columns])

@@ -15,6 +15,7 @@ from lancebill.errors import BadValue, CannotEncode
 from lancebill.formats._floats import from_level, to_level
 from lancebill.formats.base import Scheme, codes_of
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
+from lancebill.numbers.unusual import unusual
 from lancebill.numbers.weight import LogicalWeight
 
 _SIGNS = 0x88  # the sign bits of a byte's two codes
@@ -52,7 +53,7 @@ class PlainInts(Scheme):
         bits = self.spec.dtype.bits
         half = 1 << (bits - 1)
         codes = signed.to(torch.int16) + half
-        if bits < 8 and codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2 * half):
+        if bits < 8 and codes.numel() and unusual((codes.min() < 0) | (codes.max() >= 2 * half)):
             raise BadValue(
                 f"{what} outside the range of the config's {bits} bits",
                 expected=f"{-half} to {half - 1}",
@@ -90,7 +91,7 @@ class SignedNibbles(Scheme):
 
 def check_no_zero(zero: Tensor | None) -> None:
     """Raise if a scheme without zero points finds one that is not 0."""
-    if zero is not None and bool(zero.any()):
+    if zero is not None and unusual(zero.any()):
         raise BadValue(
             "the config says symmetric but some zero points are not 0",
             got=f"{int(zero.min())} to {int(zero.max())}",

@@ -97,6 +97,7 @@ def cuttable(axes: str) -> bool:
     return not any(axis.flat for axis in parse(axes))
 
 
+@lru_cache(maxsize=4096)
 def slices(
     axes: str,
     rows: tuple[int, int],

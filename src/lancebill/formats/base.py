@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -154,6 +155,7 @@ class Scheme(ABC):
         assert described is not None
         return tuple(codes.shape[: codes.dim() - len(described.axes[0].split())])
 
+    @cached_property
     def units(self) -> dict[str, int] | None:
         """The steps in n and k at which all parts can be sliced; None if a part must be read whole."""
         if not all(p.cuttable for p in self.parts):

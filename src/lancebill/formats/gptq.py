@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
-from lancebill.formats._act_order import group_order, is_natural, reordered, to_natural_order
+from lancebill.formats._act_order import group_order, reordered, to_natural_order, unlike_natural
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import (
@@ -38,6 +38,7 @@ from lancebill.formats.base import (
 from lancebill.numbers.bit_packing import pack_bits, transposed, turned_stream_codes, unpack_bits
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, Block, QuantSpec, group, int_spec
+from lancebill.numbers.unusual import unusual
 from lancebill.numbers.weight import LogicalWeight
 
 BITS = (2, 3, 4, 8)
@@ -65,7 +66,7 @@ class GptqScheme(Scheme):
         codes = turned_stream_codes(stored["codes"], bits, k)
         scale = transposed(stored["scale"])
         zero = None
-        if "zero" in stored:
+        if "zero" in stored and not (self.spec.zero is None and self._all_middle(stored["zero"], n)):
             # Add the offset after unpacking: adding it to packed words would carry into the next zero point.
             zero = transposed(unpack_bits(stored["zero"], bits, n)).to(torch.int16) + self.offset
         if self.spec.zero is None:
@@ -88,13 +89,22 @@ class GptqScheme(Scheme):
             "perm": g_idx,
         }
 
+    def _all_middle(self, words: Tensor, n: int) -> bool:
+        """Whether all stored zero points are the middle code, as far as whole words tell."""
+        bits = self.spec.dtype.bits
+        if n * bits % 32 or 32 % bits:
+            return False
+        middle = (1 << (bits - 1)) - self.offset
+        word = sum(middle << shift for shift in range(0, 32, bits))
+        return not unusual((words != word - (word >> 31 << 32)).any())
+
     def _perm(self, g_idx: Tensor, k: int) -> Tensor | None:
         size = self.spec.group or k
         if self.desc_act:
             return group_order(g_idx, size)
         # Some writers store all zeros; in a shard the indices start at the shard's first group.
         start = g_idx[..., :1]
-        if bool(g_idx.any()) and (bool((start < 0).any()) or not is_natural(g_idx - start, size)):
+        if unusual(g_idx.any() & ((start < 0).any() | unlike_natural(g_idx - start, size))):
             raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
         return None
 

@@ -52,6 +52,11 @@ def reader_of(tensors: Mapping[str, Tensor], device: torch.device) -> Reader:
     return read
 
 
+def are_held(tensors: Iterable[Tensor]) -> bool:
+    """Whether all tensors are in the memory of a device other than the CPU."""
+    return all(tensor.device.type != "cpu" for tensor in tensors)
+
+
 def raise_missing(missing: Sequence[MissingTensor], layer: int) -> None:
     """Raise one error that names all of them, if there are any."""
     if missing:
@@ -233,6 +238,13 @@ class ExpertCollector:
         slots = [slot for slot, expert in enumerate(recipe.plan.experts) if expert in experts]
         read = reader_of(self.pending, next(iter(packed["w13"].values())).device)
         load_layer(
-            read, recipe.plan, self._layout, out=packed, slots=slots, losses=self._losses.add, progress=recipe.advance
+            read,
+            recipe.plan,
+            self._layout,
+            out=packed,
+            slots=slots,
+            losses=self._losses.add,
+            progress=recipe.advance,
+            held=are_held(self.pending.values()),
         )
         self._seconds += time.perf_counter() - start

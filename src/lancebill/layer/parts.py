@@ -34,12 +34,12 @@ class LayerParts:
     moves: str = OFF  # whether experts move between the two: then host memory has all of them
 
 
-def pull(recipe: Recipe, read: Reader) -> LayerParts:
-    """Load every local expert from files, with the router's tensors."""
+def pull(recipe: Recipe, read: Reader, *, held: bool = False) -> LayerParts:
+    """Load every local expert from files, with the router's tensors. `held`: what is read is on the device already."""
     host = None if recipe.host is None else pull(recipe.host, read)
     start, losses, packed = time.perf_counter(), Losses(), recipe.allocate()
     layout = recipe.layout
-    load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance)
+    load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance, held=held)
     manifest, index = recipe.manifest, recipe.plan.layer.index
     roles, own = manifest.naming.router.names(index), manifest.naming.router.own
     router = {role: own(name, read(name, ())) for name, role in roles.items() if name in manifest.tensors}

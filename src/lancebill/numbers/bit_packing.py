@@ -8,7 +8,7 @@ codes always fill b 32-bit words. Codes must have no bits set above b.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,11 +22,13 @@ _LOW = 0x0F0F0F0F  # the low nibbles of a word's bytes
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """How 4-bit codes [N, K] are made from words that have them in another order. Leading axes are experts."""
+    """How 4-bit codes [N, K] are made from tensors that have them in another order. Leading axes are experts."""
 
-    apply: Callable[[Tensor], Tensor]  # the words to uint8 [..., N, K / 2]
+    apply: Callable[[Tensor], Tensor]  # the source to uint8 [..., N, K / 2]
     n: int
     k: int
+    words: Callable[[Tensor], Tensor] | None = None  # the source as a view, as `Nibbles.words` describes it
+    axes: int = 2  # of the source, for one matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +40,10 @@ class Nibbles:
     of the bytes; columns are cut in pairs, and only rows can be selected.
 
     With a `turn`, the codes are stored in another order, and turned when they are first needed: `verify` only asks
-    which codes occur, and for that any order will do.
+    which codes occur, and for that any order will do, and kernels on a GPU read most orders as they are.
     """
 
-    source: Tensor  # the bytes of `data`, or words with exactly its nibbles
+    source: Tensor  # the bytes of `data`, or a tensor with exactly its nibbles
     turn: Turn | None = None
 
     dtype = torch.uint8  # of the codes, as a tensor has it
@@ -52,9 +54,19 @@ class Nibbles:
         return self.source if self.turn is None else self.turn.apply(self.source)
 
     @property
+    def words(self) -> Tensor:
+        """int32 [..., parts, N / parts, K / 8] at any strides: eight neighbouring columns of a row in each word.
+
+        The parts' rows follow each other. K is a multiple of 8.
+        """
+        if self.turn is not None and self.turn.words is not None:
+            return self.turn.words(self.source)
+        return _view_last(self.data, torch.int32).unsqueeze(-3)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         if self.turn is not None:
-            return *self.source.shape[:-2], self.turn.n, self.turn.k
+            return *self.source.shape[: -self.turn.axes], self.turn.n, self.turn.k
         return *self.source.shape[:-1], 2 * self.source.shape[-1]
 
     @property
@@ -84,6 +96,30 @@ class Nibbles:
     def contiguous(self) -> Nibbles:
         return Nibbles(self.data.contiguous())
 
+    def join_rows(self, count: int) -> Nibbles:
+        """Each `count` matrices as one of all their rows."""
+        source, turn = self.source.unflatten(0, (-1, count)), self.turn
+        if turn is None:
+            return Nibbles(source.flatten(1, 2))
+        words = turn.words
+        return Nibbles(
+            source,
+            Turn(
+                lambda source: turn.apply(source).flatten(-3, -2),
+                count * turn.n,
+                turn.k,
+                None if words is None else lambda source: words(source).squeeze(-3),
+                1 + turn.axes,
+            ),
+        )
+
+    def split_rows(self, step: int) -> Nibbles:
+        """Rows 0, step, 2 * step ..., then rows 1, 1 + step ...: they alternate between several matrices."""
+        n, k = self.shape[-2:]
+        source = self.data.unflatten(-2, (-1, step)).transpose(-3, -2)
+        turned = Turn(lambda source: source.flatten(-3, -2), n, k, lambda source: source.view(torch.int32), 3)
+        return Nibbles(source, turned if k % 8 == 0 else replace(turned, words=None))
+
 
 def stream_codes(words: Tensor, bits: int, count: int) -> Tensor | Nibbles:
     """The codes of a bit stream along the last axis: without unpacking them where they are whole bytes of nibbles."""
@@ -95,8 +131,13 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor | Nibbles:
 def turned_stream_codes(words: Tensor, bits: int, count: int) -> Tensor | Nibbles:
     """The codes [..., N, count] of bit streams along the last axis but one."""
     if bits == 4 and count == words.shape[-2] * words.dtype.itemsize * 2:
-        return Nibbles(words, Turn(lambda words: as_bytes(transposed(words)), words.shape[-1], count))
+        turn = Turn(lambda words: as_bytes(transposed(words)), words.shape[-1], count, _turned_words)
+        return Nibbles(words, turn if words.dtype == torch.int32 else replace(turn, words=None))
     return stream_codes(transposed(words), bits, count)
+
+
+def _turned_words(words: Tensor) -> Tensor:
+    return words.mT.unsqueeze(-3)
 
 
 def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lancebill.numbers import native
 from lancebill.numbers.dtypes import INTEGER, DType
+from lancebill.numbers.unusual import unusual
 
 # Bits of the exponent, which are all set in NaN and infinity.
 _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
@@ -27,7 +28,7 @@ def contains_any(codes: Tensor, wanted: Iterable[int]) -> bool:
     found = native.contains(codes, wanted)
     if found is not None:
         return found
-    return codes.numel() > 0 and any(int((codes ^ code).min()) == 0 for code in wanted)
+    return codes.numel() > 0 and any(unusual((codes ^ code).min() == 0) for code in wanted)
 
 
 def all_finite(numbers: Tensor) -> bool:

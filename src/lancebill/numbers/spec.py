@@ -149,7 +149,9 @@ class QuantSpec:
         return stored / (n * k)
 
     def with_blocks(self, change: Callable[[Block], Block]) -> QuantSpec:
-        """The same levels with each block replaced by `change(block)`."""
+        """The same levels with each block replaced by `change(block)`; itself if that changes none."""
+        if all(change(level.block) == level.block for level in self.levels):
+            return self
         return replace(
             self,
             scales=tuple(replace(s, block=change(s.block)) for s in self.scales),

@@ -179,7 +179,7 @@ class LogicalWeight:
 
     def reblock(self, spec: QuantSpec) -> LogicalWeight:
         """The same numbers with finer blocks: each scale is repeated over the new blocks inside its block."""
-        if spec == self.spec:
+        if spec is self.spec or spec == self.spec:
             return self
         if spec.with_blocks(lambda _: TENSOR) != self.spec.with_blocks(lambda _: TENSOR):
             raise WrongShape("only blocks can be refined", expected=self.spec, got=spec)
@@ -214,6 +214,42 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
         bias=_join_optional(torch.cat, [w.bias for w in fine], -1),
         perm=first.perm,
         inputs={r: t for r, t in first.inputs.items() if all(_same_optional(w.inputs.get(r), t) for w in weights)},
+    )
+
+
+def join_rows(weights: LogicalWeight, count: int) -> LogicalWeight:
+    """Each `count` neighbouring matrices of several as one of all their rows, as `stack` would give it: a view if no
+    block is refined. Without activation-side tensors."""
+
+    def join(tensor: Tensor) -> Tensor:
+        pieces: Tensor = tensor.unflatten(0, (-1, count))
+        return pieces.flatten(1, 2)
+
+    fine = weights.reblock(weights.spec.stacked(weights.n))
+    assert fine.perm is None, "act-orders are not joined"
+    return fine._map_levels(
+        lambda _, t: join(t),
+        stored=fine.stored.join_rows(count) if isinstance(fine.stored, Nibbles) else join(fine.stored),
+        bias=None if fine.bias is None else join(fine.bias.unsqueeze(-1)).squeeze(-1),
+        inputs={},
+    )
+
+
+def split_rows(weight: LogicalWeight, step: int) -> LogicalWeight:
+    """Rows 0, step, 2 * step ..., then rows 1, 1 + step ...: rows that alternate between matrices, one after the other.
+
+    Blocks along N are refined to single rows.
+    """
+
+    def split(tensor: Tensor) -> Tensor:
+        turns: Tensor = tensor.unflatten(-2, (-1, step))
+        return turns.transpose(-3, -2).flatten(-3, -2)
+
+    fine = weight.reblock(weight.spec.map_blocks(0, 1))
+    return fine._map_levels(
+        lambda level, t: t if level.block[0] == ALL else split(t),
+        stored=fine.stored.split_rows(step) if isinstance(fine.stored, Nibbles) else split(fine.stored),
+        bias=None if fine.bias is None else split(fine.bias.unsqueeze(-1)).squeeze(-1),
     )
 
 

@@ -7,14 +7,17 @@ import torch
 
 from lancebill.backends.cpu.native import library
 from lancebill.checkpoint.load import load_layer as loading
-from lancebill.checkpoint.load.load_experts import load_expert, pack_experts
+from lancebill.checkpoint.load.load_experts import load_expert, load_experts, pack_experts, plan_layer
 from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.load.staging import DeviceReader
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue
 from lancebill.formats import registry
 from lancebill.layer.recipe import LoadOptions, Recipe
-from lancebill.numbers.weight import same_bits
+from lancebill.moe.placement import Placement
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.weight import expert_of, same_bits
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 EXPERTS = 5
@@ -54,3 +57,48 @@ def test_an_error_in_a_slice_names_its_expert(monkeypatch: pytest.MonkeyPatch) -
     generated.tensors[name][4] = torch.nan
     with pytest.raises(BadValue, match=r"expert 3"):
         load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate())
+
+
+def test_questions_are_answered_when_everything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: no answer is awaited before the end, and what was not as usual is loaded again."""
+    generated, recipe = layer_of("gptq", "int4-g64:fp16-gptq")
+    want = load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate())
+    monkeypatch.setattr(DeviceReader, "asynchronous", True)
+    monkeypatch.setattr(loading, "HELD_BYTES", 1)  # one expert at a time
+    counts: list[int] = []
+    for held in (False, True):
+        got = load_layer(
+            generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=counts.append, held=held
+        )
+        assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
+    assert counts == [EXPERTS] + [1] * EXPERTS
+    name = next(name for name in generated.tensors if "experts.3.up_proj.qzeros" in name)
+    generated.tensors[name][0, 1] += 1
+    with pytest.raises(BadValue, match=r"expert 3, up .*the middle code"):
+        load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), held=True)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_gate_and_up_of_one_tensor_are_those_of_two(family: str, tp: int) -> None:
+    """Rows that alternate, halves of a tensor, tensors of their own: all give gate over up."""
+    example = next(e for e in registry()["mxfp4"].examples())
+    row = names.find_family({"model_type": family})
+    for form in row.forms:
+        generated = generate(example, row, form, Geometry(2, 256, 128))
+        layer = manifests.build(generated.config, generated.headers).layers[0]
+        for rank in range(tp):
+            plan = plan_layer(layer, Placement(tp_rank=rank, tp_size=tp))
+            got = load_experts(generated.read, plan, (0, 1)).w13
+            for expert in range(2):
+                rows = slice(rank * 128 // tp, (rank + 1) * 128 // tp)
+                want = torch.cat([half[rows] for half in halves_of(generated, form, expert)])
+                assert same_bits(dequantize(expert_of(got, expert)), want), (form, expert)
+
+
+def halves_of(generated: Generated, form: names.NameForm, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    held = {stored: dequantize(generated.weights[0, expert, stored]) for stored in form.names}
+    if not form.fused:
+        return held[names.GATE], held[names.UP]
+    fused = held[names.GATE_UP]
+    return (fused[0::2], fused[1::2]) if form.interleaved else (fused[:128], fused[128:])

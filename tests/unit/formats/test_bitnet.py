@@ -77,7 +77,7 @@ def test_code_3_is_refused() -> None:
 
 
 def test_rows_are_interleaved_so_the_tensor_is_read_whole() -> None:
-    assert resolve().units() is None
+    assert resolve().units is None
 
 
 @pytest.mark.parametrize(

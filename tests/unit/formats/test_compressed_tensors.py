@@ -322,7 +322,7 @@ def test_columns_grouped_by_g_idx(order: Any) -> None:
     spec = int_spec(4, group(16), zero_point=True, scale=F32)
     config = _with_args(_config(PACK, spec), actorder=order)
     scheme = FORMAT.scheme(config, Module(EXPERT, {".weight_scale": Stored("F32", (N, 4))}))
-    assert scheme.act_order and scheme.units() is None
+    assert scheme.act_order and scheme.units is None
     generator = torch.Generator().manual_seed(0)
     q, zeros, scale = _signed(4, (N, K)), _signed(4, (N, 4), seed=1), torch.rand(N, 4, generator=generator)
     g_idx = (torch.arange(K, dtype=torch.int32) // 16)[torch.randperm(K, generator=generator)]

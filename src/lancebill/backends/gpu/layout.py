@@ -17,31 +17,25 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.choose_form import kernel_form, outer_levels
 from lancebill.backends.gpu.kernels import fragment_order as fragments
 from lancebill.backends.gpu.kernels import weight_form as f
 from lancebill.backends.gpu.kernels.unpack_codes import MAGIC
-from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
-from lancebill.backends.gpu.kernels.unpack_scales import BYTE_UNIT, code_shift, row_shift, scale_shift
+from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import ZERO_BITS
+from lancebill.backends.gpu.kernels.unpack_scales import row_shift
 from lancebill.backends.gpu.kernels.weight_form import HALF, ROWS, WeightForm
-from lancebill.backends.gpu.pack_on_gpu import pack_on_gpu
+from lancebill.backends.gpu.pack_on_gpu import RowNumbers
+from lancebill.backends.gpu.scale_rules import EXPONENT_RANGE, BaseRule, base_rule, units
 from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
-from lancebill.numbers.spec import CHANNEL, DIV, QuantSpec, Scale
-from lancebill.numbers.weight import LogicalWeight, expand
+from lancebill.numbers.spec import ALL, CHANNEL, DIV, QuantSpec, Scale
+from lancebill.numbers.unusual import unusual
+from lancebill.numbers.weight import LogicalWeight, expand, stack_experts
 
 _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# e8m0 exponents relative to the row's base: the largest and the smallest that the kernel applies exactly, and the
-# offset of the stored byte (the exponent field of the factor).
-_EXPONENT_RANGE = {
-    (f.E2M1_CODE, f.BF16): (1, -252, 253),
-    (f.E2M1_CODE, f.F16): (1, -23, 29),
-    (f.E2M1_CODE, f.E4M3): (6, LEAST_EXPONENT, -LEAST_EXPONENT),
-    (f.E4M3_CODE, f.BF16): (7, -246, 247),
-    (f.E4M3_CODE, f.F16): (7, -15, 23),
-}
 
 
 @dataclass
@@ -99,16 +93,19 @@ class FragmentLayout(Layout):
 
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         form = self.form(shape)
-        codes, scales, factors = self._scales(shape, form, weight)
-        self._pack_codes(shape, form, codes, out["codes"])
-        if scales is not None:
-            out["scales"].copy_(scales.view(out["scales"].shape))
-        out["factors"].copy_(as_integer(self._place(shape, factors.float())).squeeze(-1))
+        if not self._pack_on_gpu(shape, form, weight, out):
+            codes, scales, factors = self._scales(shape, form, weight)
+            if not self._pack_codes_on_gpu(shape, form, codes, out["codes"]):
+                single = codes.unpack() if isinstance(codes, Nibbles) else codes
+                out["codes"].copy_(fragments.pack_codes(form, self._place(shape, single, self.padded(shape)[1])))
+            if scales is not None:
+                out["scales"].copy_(scales.view(out["scales"].shape))
+            out["factors"].copy_(as_integer(self._place(shape, factors.float())).squeeze(-1))
+            if shape.bias:
+                out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight))).squeeze(-1))
         levels = dict(zip(weight.spec.scales, weight.scales))
         for i, level in enumerate(_stored_levels(shape.spec)):
             out[f"outer{i}"].copy_(as_integer(levels[level]))
-        if shape.bias:
-            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight))).squeeze(-1))
         if shape.act_order:
             out["perm"].copy_(order_of(shape, weight))
 
@@ -134,19 +131,49 @@ class FragmentLayout(Layout):
             perm=packed["perm"] if shape.act_order else None,
         )
 
-    # ------------------------------------------------------------ rows and columns
+    # ------------------------------------------------------------ kernels
 
-    def _pack_codes(self, shape: MatrixShape, form: WeightForm, codes: Tensor | Nibbles, out: Tensor) -> None:
-        """Codes in fragment order: by a kernel where they are on a GPU, else in torch."""
-        if out.device.type == "cuda":
-            if isinstance(codes, Nibbles):
-                rows = codes.data
-            else:
-                rows = pack_bits(codes, 4, torch.uint8) if form.bits == 4 else codes
-            if pack_on_gpu(form, rows, out, self.padded(shape), gated=self.problem.is_gated(shape.name)):
-                return
-        single = codes.unpack() if isinstance(codes, Nibbles) else codes
-        out.copy_(fragments.pack_codes(form, self._place(shape, single, self.padded(shape)[1])))
+    def _pack_on_gpu(
+        self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight, out: Mapping[str, Tensor]
+    ) -> bool:
+        """Everything by kernels; False where torch must do it: elsewhere than on a GPU, or if codes must be rounded."""
+        level = weight.spec.scales[0]
+        if not on_gpu(out["codes"]) or (form.group and level.block[0] == ALL):
+            return False
+        if not weight.lead:
+            rows = {name: tensor.unsqueeze(0) for name, tensor in out.items()}
+            return self._pack_on_gpu(shape, form, stack_experts([weight]), rows)
+        gated, padded = self.problem.is_gated(shape.name), self.padded(shape)
+        rounded = pack_on_gpu.pack_scales(
+            form, self._row_numbers(shape, form, weight), out, (shape.n, shape.k), padded, gated=gated
+        )
+        if rounded is None or (len(rounded) and unusual(rounded.any())):
+            return False
+        return self._pack_codes_on_gpu(shape, form, weight.stored, out["codes"])
+
+    def _row_numbers(self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight) -> RowNumbers:
+        """What the kernel reads besides codes."""
+        levels = dict(zip(weight.spec.scales, weight.scales))
+        outer = {level: levels[level] for level in outer_levels(weight.spec)}
+        scales = weight.scales[0] if form.scale != f.NO_SCALE else None
+        zero, rows = weight.zero if form.zero else None, (*weight.lead, shape.n)
+        return RowNumbers(
+            None if scales is None else (scales.float() if form.promoted else scales).contiguous(),
+            None if zero is None else zero.contiguous(),
+            weight.spec.scales[0].block[0] or shape.n,
+            _outer_factors(outer, shape.n, weight.device).squeeze(-1).expand(rows).contiguous() if outer else None,
+            bias_of(shape, weight).squeeze(-1).contiguous() if shape.bias else None,
+        )
+
+    def _pack_codes_on_gpu(self, shape: MatrixShape, form: WeightForm, codes: Tensor | Nibbles, out: Tensor) -> bool:
+        """Codes in fragment order by a kernel; False if there is none."""
+        if not on_gpu(out):
+            return False
+        gated = self.problem.is_gated(shape.name)
+        words = code_words(codes, form.bits == 4, gated)
+        return pack_on_gpu.pack_codes(form, words, out.view(len(words), -1), self.padded(shape), gated=gated)
+
+    # ------------------------------------------------------------ rows and columns
 
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int | None = None) -> Tensor:
         """Rows [..., n, columns] reordered for the kernel and padded with zeros (to `columns` too, if given)."""
@@ -199,7 +226,7 @@ class FragmentLayout(Layout):
                 if form.zero and weight.zero is not None:
                     bits = bits | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
                 return codes, fragments.pack_floats(form, bits), factors
-            base = _unit_base(each, form) if _has_unit(form) else _excess(each, form)
+            base = _row_base(each, base_rule(form))
             factors = factors * _power_of_two(base).float()
             placed = self._meta(shape, form, each.double() * _power_of_two(-base))
             placed = as_integer((placed * _units(form, placed.shape[-2], each.device)).to(each.dtype))
@@ -218,20 +245,19 @@ class FragmentLayout(Layout):
 
         A group below the exponent range is raised to its lowest exponent and its codes are rounded again.
         """
-        top, bottom, offset = _EXPONENT_RANGE[form.code, form.activations]
+        limits, rule = EXPONENT_RANGE[form.code, form.activations], base_rule(form)
+        assert rule is not None
         exponents = weight.scales[0].to(torch.int16) - 127
-        base = exponents.amax(-1, keepdim=True) - top
-        if form.activations == f.BF16:  # almost every row then needs no base
-            base = base.clamp(min=0)
-        relative = exponents - base
-        short = (bottom - relative).clamp(min=0)
+        base = exponents.amax(-1, keepdim=True) + rule.shift
+        relative = exponents - (base := base.clamp(min=0) if rule.clamp else base)
+        short = (limits.bottom - relative).clamp(min=0)
         codes, raised = weight.stored, int((short > 0).sum())
         self.rerounded.add(raised, relative.numel())
         if raised:
             number = weight.spec.dtype
             shift = _power_of_two(-short).float().repeat_interleave(32, -1)[..., : weight.k]
             codes = torch.where(shift < 1, number.encode(number.decode(weight.codes) * shift), weight.codes)
-        return codes, (relative + short + offset).to(torch.uint8), base.float()
+        return codes, (relative + short + limits.offset).to(torch.uint8), base.float()
 
     def _unpack_level(self, shape: MatrixShape, form: WeightForm, words: Tensor, powers: Tensor) -> Tensor:
         """The innermost scales as in the checkpoint; `powers` of two are in the rows' factors."""
@@ -242,7 +268,7 @@ class FragmentLayout(Layout):
         if form.scale in (f.E8M0_G32, f.E4M3_G16):
             values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
             if form.scale == f.E8M0_G32:
-                offset = _EXPONENT_RANGE[form.code, form.activations][2]
+                offset = EXPONENT_RANGE[form.code, form.activations].offset
                 values = values - (offset - 127) + torch.frexp(powers)[1] - 1
             return values[..., :columns].to(torch.uint8)
         scales = fragments.scale_pairs(form, words)[..., : form.scale_words - form.zero_words]
@@ -280,41 +306,30 @@ def _round_up(size: int, side: int) -> int:
     return -(-size // side) * side
 
 
-def _excess(scales: Tensor, form: WeightForm) -> Tensor:
-    """Per row, the power of two by which its largest scale exceeds 2**6: it moves from the loop's scale to the factor.
-
-    With fp16 activations smaller scales are raised to 2**6 too, because fp16 underflows early.
-    """
-    excess = torch.frexp(scales.abs().amax(-1, keepdim=True).float())[1] - 6
-    return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
-
-
-def _has_unit(form: WeightForm) -> bool:
-    """Whether unpacked codes are in units so small that a scale with the inverse unit needs room made for it."""
-    return form.subnormal or form.code in f.CODEBOOKS
-
-
-def _unit_base(scales: Tensor, form: WeightForm) -> Tensor:
-    """Per row, the power of two that moves from the loop's scale to the factor, to make room for the codes' unit.
-
-    bf16 has room for scales below 2**-5 (int4), which holds for almost every row. fp16 has room below 2**-8; smaller
-    scales are raised too, because fp16 underflows early.
-    """
-    exponent = torch.frexp(scales.abs().amax(-1, keepdim=True).float())[1]
-    unit = (
-        BYTE_UNIT[form.activations] if form.subnormal else code_shift(form) - row_shift(form) + 1
-    )  # rounding may double
-    return ((exponent + unit - 128).clamp(min=0) if form.activations == f.BF16 else exponent + unit - 16).float()
+def _row_base(scales: Tensor, rule: BaseRule | None) -> Tensor:
+    """Per row, the power of two that moves from its scales to its factor."""
+    assert rule is not None
+    base = torch.frexp(scales.abs().amax(-1, keepdim=True).float())[1] + rule.shift
+    return (base.clamp(min=0) if rule.clamp else base).float()
 
 
 def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
-    """[n, 1]: factors of the rows' scales, in the kernel's row order, that undo the power of two of unpacked codes.
+    """[n, 1]: factors of the rows' scales, in the kernel's row order, that undo the power of two of unpacked codes."""
+    low, high = units(form)
+    return _power_of_two(low + (torch.arange(n, device=device) >> 3 & 1) * (high - low)).unsqueeze(1)
 
-    Subnormal forms: rows r + 8 use the high nibble, whose unit is 2**4 larger.
-    """
-    high = torch.arange(n, device=device) >> 3 & 1
-    shift = BYTE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + scale_shift(form)
-    return _power_of_two(shift).unsqueeze(1)
+
+def code_words(codes: Tensor | Nibbles, nibbles: bool, gated: bool) -> Tensor:
+    """Codes [experts, n, k] as 32-bit words [experts, parts, rows, words]: a view wherever possible."""
+    if nibbles and not isinstance(codes, Nibbles):
+        codes = Nibbles(pack_bits(codes, 4, torch.uint8))
+    words = codes.words if isinstance(codes, Nibbles) else codes.contiguous().view(torch.int32).unsqueeze(-3)
+    words = words if words.dim() == 4 else words.unsqueeze(0)
+    return words.squeeze(1).unflatten(1, (2, -1)) if gated and words.shape[1] == 1 else words
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.is_contiguous()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -1,7 +1,14 @@
-"""Packing of codes by a kernel, where the weights are on a GPU. Optional: `fragment_order` defines the result."""
+"""Packing by kernels, where the weights are on a GPU: two launches for a matrix of many experts.
+
+Optional: `fragment_order` and `layout` define the result in torch, and do what the kernels cannot.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -9,86 +16,227 @@ from torch import Tensor
 
 from lancebill.backends.gpu.kernels import weight_form as f
 from lancebill.backends.gpu.kernels.fragment_order import thread_fields, words_of_thread
+from lancebill.backends.gpu.kernels.unpack_codes import MAGIC
+from lancebill.backends.gpu.kernels.unpack_scales import row_shift, scale_rotation
 from lancebill.backends.gpu.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.scale_rules import EXPONENT_RANGE, base_rule, units
 from lancebill.backends.gpu.target import compile_target
 from lancebill.errors import CompileError
 from lancebill.jit.compile import KernelSource
-from lancebill.jit.driver import use_context
+from lancebill.jit.driver import Launch, use_context
 from lancebill.jit.load import prepare_launch
 from lancebill.moe.problem import parse_device
 
-MODULE = "lancebill.backends.gpu.kernels.pack_codes"
-_THREADS = 256  # fragment threads of a unit
+_KERNELS = "lancebill.backends.gpu.kernels"
+_SLICES = 4  # of one program: together they read 128 bytes of a row of 4-bit codes
+_CHUNK = 32  # words or groups of a row that a program handles together
+_VECTOR = 16  # bytes of the widest read
+_SCALE_TYPES = {f.E8M0_G32: "*u8", f.E4M3_G16: "*u8", f.BF16_GROUP: "*i16", f.F16_GROUP: "*i16", f.F32_GROUP: "*i32"}
 
-Part = tuple[int, int]  # bits of a byte, as a mask, and their distance to the left
-Moves = tuple[tuple[tuple[int, int, tuple[Part, ...]], ...], ...]  # by word: (n3, byte of the thread's row, parts)
+Move = tuple[int, int, int, int]  # n3, word of the thread's row, bits of that word as a mask, their way to the left
+Moves = tuple[tuple[Move, ...], ...]  # by packed word
+Values = Mapping[str, Tensor | int | None]  # arguments of a kernel; None: a pointer that is not used
+Make = Callable[..., KernelSource]
 
 
-def pack_on_gpu(form: WeightForm, rows: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> bool:
-    """Pack rows of bytes [..., n, bytes] into words [..., words]; False if this machine cannot run the kernel.
+@dataclass(frozen=True, eq=False)
+class RowNumbers:
+    """What belongs to the codes of several experts. None: the matrix has none."""
 
-    4-bit codes are two per byte, all others one.
+    scales: Tensor | None  # [experts, rows of scales, groups]
+    zero: Tensor | None  # int16, alike
+    block_rows: int  # rows of the matrix that share a row of scales
+    outer: Tensor | None  # fp32 [experts, rows]: the product of all scales that cover K
+    bias: Tensor | None  # fp32 [experts, rows]
+
+
+def pack_codes(form: WeightForm, words: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> bool:
+    """Pack codes into `out`; False if this machine cannot run the kernel. `padded`: rows and columns.
+
+    `words` are int32 [experts, parts, rows, words], at any strides: two parts, gate and up, if gated, else one. 4-bit
+    codes are eight to a word, all others four.
     """
-    if rows.device.type != "cuda" or out.device != rows.device or not out.is_contiguous():
-        return False
-    rows, units, slices = rows.contiguous(), padded[0] // f.ROWS, padded[1] // form.slice_columns
-    experts = rows.shape[0] if rows.dim() == 3 else 1
-    values = {
-        "codes": rows.data_ptr(),
-        "out": out.data_ptr(),
-        "rows": rows.shape[-2],
-        "row_bytes": rows.shape[-1],
-        "units": units,
+    experts, _, rows, row_words = words.shape
+    strides: Values = dict(zip(("expert_stride", "part_stride", "row_stride", "word_stride"), words.stride()))
+    blocks, slices = padded[0] // f.ROWS, padded[1] // form.slice_columns
+    values: Values = {
+        "codes": words,
+        "out": out,
+        "rows": rows,
+        "row_words": row_words,
+        "units": blocks,
         "slices": slices,
     }
-    device = rows.device.index or 0
-    stream = torch.cuda.current_stream(rows.device).cuda_stream
-    use_context(device)
-    arch = compile_target(parse_device(f"cuda:{device}").arch)
-    try:
-        launch = prepare_launch(source(form, gated, arch), device, stream, values, dependent=False)
-    except CompileError:  # there is no compiler and no compiled kernel: torch does it
-        return False
-    launch.grid(experts * units * slices)
-    launch(stream)
+    programs = experts * blocks * -(-slices // _SLICES)
+    return launch(code_source, (form, gated, _reads_vectors(words)), {**values, **strides}, programs, out.device)
+
+
+def _reads_vectors(words: Tensor) -> bool:
+    """Whether four neighbouring words can be read at once."""
+    *outer, last = words.stride()
+    sizes = (words.data_ptr(), 4 * words.shape[-1], *(4 * stride for stride in outer))
+    return last == 1 and all(size % _VECTOR == 0 for size in sizes)
+
+
+def pack_scales(
+    form: WeightForm, numbers: RowNumbers, out: Mapping[str, Tensor], shape: tuple[int, int], padded: tuple[int, int],
+    *, gated: bool,
+) -> Tensor | None:  # fmt: skip
+    """Write scales, zero points, factors and biases; None if this machine cannot run the kernel.
+
+    The result is not zero for units with groups of e8m0 scales whose codes must be rounded again.
+    """
+    blocks, experts, device = padded[0] // f.ROWS, out["factors"].shape[0], out["factors"].device
+    unusual = torch.empty(experts * blocks if form.scale == f.E8M0_G32 else 0, dtype=torch.int32, device=device)
+    held = numbers.zero if numbers.scales is None else numbers.scales
+    values: Values = {
+        "scales": numbers.scales,
+        "zeros": numbers.zero,
+        "outer": numbers.outer,
+        "bias": numbers.bias,
+        "out": out.get("scales"),
+        "factors": out["factors"],
+        "bias_out": out.get("bias"),
+        "unusual": unusual,
+        "rows": shape[0] // 2 if gated else shape[0],
+        "block_rows": numbers.block_rows,
+        "scale_rows": 1 if held is None else held.shape[-2],
+        "groups": 1 if held is None else held.shape[-1],
+        "padded_groups": padded[1] // form.group if form.group else 1,
+        "units": blocks,
+    }
+    key = form, gated, numbers.outer is not None, numbers.bias is not None
+    return unusual if launch(scale_source, key, values, experts * blocks, device) else None
+
+
+# ---------------------------------------------------------------- launches
+
+
+class _Prepared(threading.local):
+    """A thread's launches with the places of their arguments: preparing one takes far longer than changing it."""
+
+    def __init__(self) -> None:
+        self.launches: dict[object, tuple[Launch, dict[str, ctypes.c_uint64 | ctypes.c_int32]]] = {}
+
+
+_prepared = _Prepared()
+
+
+def launch(make: Make, key: tuple[object, ...], values: Values, programs: int, device: torch.device) -> bool:
+    """Launch the kernel `make(*key)` on the current stream; False if it is not compiled and cannot be."""
+    index = device.index or 0
+    arguments = {name: _argument(value) for name, value in values.items()}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    use_context(index)
+    held = _prepared.launches.get((make, key, index))
+    if held is None:
+        source = make(*key, _target(index))
+        try:
+            made = prepare_launch(source, index, stream, arguments, dependent=False)
+        except CompileError:  # there is no compiler and no compiled kernel: torch does it
+            return False
+        held = _prepared.launches[make, key, index] = made, _slots(source, made)
+    prepared, slots = held
+    for name, slot in slots.items():
+        slot.value = arguments[name]
+    prepared.grid(programs)
+    prepared(stream)
     return True
 
 
-@lru_cache(maxsize=64)
-def source(form: WeightForm, gated: bool, arch: int = 90) -> KernelSource:
-    """The kernel of a form. Forms whose codes have the same bit positions share it."""
-    arguments = {"codes": "*u8", "out": "*i32", "rows": "i32", "row_bytes": "i32", "units": "i32", "slices": "i32"}
-    lane_columns = 32 if form.byte_inputs else 2
-    stored = _stored_bits(form)
+def _argument(value: Tensor | int | None) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else value or 0
+
+
+def _slots(source: KernelSource, launch: Launch) -> dict[str, ctypes.c_uint64 | ctypes.c_int32]:
+    """Where the driver reads each argument."""
+    return {
+        name: ctypes.c_uint64.from_address(launch.address(name))
+        if str(kind).startswith("*")
+        else launch.integer_slot(name)
+        for name, kind in source.arguments
+    }
+
+
+@lru_cache(maxsize=16)
+def _target(device: int) -> int:
+    """The compute capability that kernels for this GPU are compiled for."""
+    return compile_target(parse_device(f"cuda:{device}").arch)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@lru_cache(maxsize=256)
+def code_source(form: WeightForm, gated: bool, vectors: bool, arch: int = 90) -> KernelSource:
+    """The kernel that packs codes. Forms whose codes have the same bit positions share it."""
+    integers = ["rows", "row_words", "expert_stride", "part_stride", "row_stride", "word_stride", "units", "slices"]
+    arguments = (("codes", "*i32"), ("out", "*i32"), *((name, "i32") for name in integers))
     constants = {
         "GATED": gated,
-        "SLICE_BYTES": form.slice_columns * stored // 8,
-        "LANE_BYTES": lane_columns * stored // 8,
+        "BITS": _stored_bits(form),
+        "BYTE_INPUTS": form.byte_inputs,
+        "SLICES": _SLICES,
+        "VECTORS": vectors,
         "WORDS": words_of_thread(form),
         "MOVES": moves(form),
     }
     options = (("num_warps", 4),)
-    names, values = tuple(arguments.items()), tuple(constants.items())
-    return KernelSource(MODULE, "pack_codes", names, values, ("out",), options, arch)
+    return KernelSource(
+        f"{_KERNELS}.pack_codes", "pack_codes", arguments, tuple(constants.items()), ("out",), options, arch
+    )
 
 
 @lru_cache(maxsize=64)
 def moves(form: WeightForm) -> Moves:
-    """Where the bits of each word come from, from the table of bit positions."""
-    words: list[dict[tuple[int, int], dict[int, int]]] = [{} for _ in range(words_of_thread(form))]
+    """Where the bits of each packed word come from, from the table of bit positions."""
+    stored = _stored_bits(form)
+    step = 64 if stored == 8 and not form.byte_inputs else 32  # bits of a row between a lane's words
+    words: list[dict[tuple[int, int, int], int]] = [{} for _ in range(words_of_thread(form))]
     for n3, column, bits in thread_fields(form):
-        byte, start = divmod(column * _stored_bits(form), 8)
-        for bit, word, position in bits:
-            parts = words[word].setdefault((n3, byte), {})
-            shift = position - (start + bit)
-            parts[shift] = parts.get(shift, 0) | 1 << (start + bit)
-    return tuple(
-        tuple((n3, byte, tuple((mask, shift) for shift, mask in sorted(parts.items())))
-              for (n3, byte), parts in sorted(word.items()))
-        for word in words
-    )  # fmt: skip
+        word, start = divmod(column * stored, step)
+        for bit, target, position in bits:
+            move = n3, word, position - (start + bit)
+            words[target][move] = words[target].get(move, 0) | 1 << (start + bit)
+    return tuple(tuple((n3, word, mask, left) for (n3, word, left), mask in sorted(held.items())) for held in words)
 
 
 def _stored_bits(form: WeightForm) -> int:
     """Bits of a code in the rows that are packed."""
     return 4 if form.bits == 4 else 8
+
+
+@lru_cache(maxsize=256)
+def scale_source(form: WeightForm, gated: bool, outer: bool, bias: bool, arch: int = 90) -> KernelSource:
+    """The kernel that packs everything but codes."""
+    pointers = {"scales": _SCALE_TYPES.get(form.scale, "*i32"), "zeros": "*i16", "outer": "*fp32", "bias": "*i32"}
+    pointers |= dict.fromkeys(("out", "factors", "bias_out", "unusual"), "*i32")
+    integers = ["rows", "block_rows", "scale_rows", "groups", "padded_groups", "units"]
+    arguments = (*pointers.items(), *((name, "i32") for name in integers))
+    limits, base, (low, high) = EXPONENT_RANGE.get((form.code, form.activations)), base_rule(form), units(form)
+    e8m0 = form.scale == f.E8M0_G32
+    constants = {
+        "GATED": gated,
+        "KIND": form.scale,
+        "PROMOTED": form.promoted,
+        "ZERO": form.zero,
+        "OUTER": outer,
+        "BIAS": bias,
+        "ROW_SHIFT": row_shift(form),
+        "BASED": base is not None,
+        "BASE_SHIFT": base.shift - (127 if e8m0 else 0) if base else 0,
+        "CLAMP": base is not None and base.clamp,
+        "BOTTOM": limits.bottom if limits and e8m0 else 0,
+        "OFFSET": limits.offset if limits and e8m0 else 0,
+        "LEFT": scale_rotation(form),
+        "MAGIC": MAGIC.get(form.activations, 0) if form.zero else 0,
+        "LOW_UNIT": low,
+        "HIGH_UNIT": high,
+        "PARTS": 2 * form.scale_words if form.scale in (f.E8M0_G32, f.E4M3_G16) else 1 + form.fine,
+        "WORDS": form.scale_words,
+        "CHUNK": _CHUNK,
+    }
+    options = (("num_warps", 8),)
+    return KernelSource(
+        f"{_KERNELS}.pack_scales", "pack_scales", arguments, tuple(constants.items()), ("out",), options, arch
+    )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from lancebill.backends.gpu import pack_on_gpu
-from lancebill.backends.gpu.choose_form import kernel_form
+from lancebill.backends.gpu.choose_form import kernel_form, outer_levels
+from lancebill.backends.gpu.kernels.weight_form import INT4_CODE
 from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.backends.gpu.tiles import buckets
 from lancebill.jit.compile import KernelSource
@@ -26,10 +27,14 @@ TOKENS = buckets(16384)
 
 
 def pack_kernels(problem: Problem, arch: int) -> Iterator[KernelSource]:
-    """The kernels that pack a layer's codes when it is loaded."""
+    """The kernels that pack a layer when it is loaded, from rows and from transposed words (GPTQ)."""
     for shape in problem.matrices.values():
-        form = kernel_form(shape, problem.inputs_of(shape.name))
-        yield pack_on_gpu.source(form, problem.is_gated(shape.name), arch)
+        form, gated = kernel_form(shape, problem.inputs_of(shape.name)), problem.is_gated(shape.name)
+        outer = bool(outer_levels(shape.spec))
+        yield pack_on_gpu.code_source(form, gated, True, arch)
+        if form.code == INT4_CODE:
+            yield pack_on_gpu.code_source(form, gated, False, arch)
+        yield pack_on_gpu.scale_source(form, gated, outer, shape.bias, arch)
 
 
 def route_kernels(arch: int) -> tuple[KernelSource, ...]:

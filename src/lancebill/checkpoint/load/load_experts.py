@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lancebill.checkpoint.load.gate_and_up import Inputs, read_gate_and_up
 from lancebill.checkpoint.load.input_scales import InputScales, combine_input_scales, stack_inputs
 from lancebill.checkpoint.load.padding import pad
 from lancebill.checkpoint.load.projections import Span, read_projection, read_projections
@@ -81,7 +82,8 @@ def pack_experts(
     for last in range(1, len(slots) + 1):
         if last < len(slots) and slots[last] == slots[last - 1] + 1:
             continue
-        _pack_run(plan, layout, stacked.at(slice(first, last)), packed, slots[first])
+        run = stacked if last - first == len(slots) else stacked.at(slice(first, last))
+        _pack_run(plan, layout, run, packed, slots[first])
         first = last
 
 
@@ -192,14 +194,10 @@ def load_experts(
     w2 = pad(w2, plan.w2.n, plan.w2.k)
     if plan.placement.tp_rank > 0 and w2.bias is not None:
         w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must add it once
-    halves = []
-    for name in (GATE, UP) if layer.gated else (GATE,):
-        rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
-        half, _ = load("w13", [layer.projections[expert, name] for expert in experts], rows, (0, layer.hidden))
-        halves.append(pad(half, cut.size, layer.hidden))
+    halves = _load_w13(read, plan, load, experts, order)
     try:
-        w13 = stack(halves) if layer.gated else halves[0]
-        inputs13 = combine_input_scales([half.inputs for half in halves], w13.lead)
+        w13, inputs = halves if isinstance(halves, tuple) else (_stacked(halves), [half.inputs for half in halves])
+        inputs13 = combine_input_scales(inputs, w13.lead)
         return ExpertWeights(w13, w2, inputs13, combine_input_scales([w2.inputs], w2.lead))
     except LancebillError as error:
         if len(experts) == 1:
@@ -207,6 +205,33 @@ def load_experts(
         for expert in experts:  # which one is it?
             load_expert(read, plan, expert)
         raise
+
+
+Load = Callable[..., tuple[LogicalWeight, Tensor | None]]  # `_load_target` with its first arguments
+
+
+def _load_w13(
+    read: Reader, plan: LayerPlan, load: Load, experts: Sequence[int], order: Tensor | None
+) -> tuple[LogicalWeight, list[Inputs]] | list[LogicalWeight]:
+    """w13 and what gate and up say about their input; or gate and up, if they cannot be read together.
+
+    Their rows are in w2's act-order if there is one.
+    """
+    layer, cut = plan.layer, plan.cut
+    names = (GATE, UP) if layer.gated else (GATE,)
+    projections = [[layer.projections[expert, name] for expert in experts] for name in names]
+    rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
+    if layer.gated and isinstance(rows, tuple) and not plan.one_by_one:
+        spec = _row_spec(projections[0][0], cut.granule)
+        joined = read_gate_and_up(read, projections[0], projections[1], rows, cut.size, spec)
+        if joined is not None:
+            return joined
+    halves = (load("w13", each, rows, (0, layer.hidden))[0] for each in projections)
+    return [pad(half, cut.size, layer.hidden) for half in halves]
+
+
+def _stacked(halves: Sequence[LogicalWeight]) -> LogicalWeight:
+    return stack(halves) if len(halves) > 1 else halves[0]
 
 
 def _load_target(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts
 from lancebill.checkpoint.load.memory import expert_bytes
@@ -17,12 +18,13 @@ from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
 from lancebill.numbers.codec import Loss
+from lancebill.numbers.unusual import any_set, assuming
 
-# Bytes of a slice of experts: as packed on a CPU, one byte per code on a GPU. Temporary memory is at most a few times
-# that for each thread. Larger slices mean fewer calls and launches: those of a slice take 2 to 3 ms on a CPU, and only
-# one thread at a time makes them.
-SLICE_BYTES = {"cpu": 10 << 20, "cuda": 256 << 20}
-WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
+# Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread. Larger slices
+# mean fewer calls and launches, which only one thread at a time makes.
+SLICE_BYTES = {"cpu": 10 << 20, "cuda": 64 << 20}
+HELD_BYTES = 256 << 20  # of a slice whose tensors are on the GPU already: one thread, and nothing to read
+WORKING_BYTES = 192 << 20  # of all threads together
 MOST_GPU_THREADS = 3
 
 
@@ -35,11 +37,12 @@ def load_layer(
     slots: Sequence[int] | None = None,
     losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
+    held: bool = False,
 ) -> dict[str, Packed]:
     """Load all local experts into new buffers on the CPU, or into those of `out`, on the device that holds them.
 
     With `slots` only the experts of these slots are loaded. `progress` is called with the number of experts that were
-    packed.
+    packed. `held`: what `read` returns is on the device already, so there is nothing to wait for.
     """
     count = len(plan.experts)
     packed = (
@@ -55,23 +58,52 @@ def load_layer(
             pack_experts(plan, layout, weights, packed, slots)
         return cost
 
-    slices = list(slot_slices(plan, reader.device, range(count) if slots is None else slots))
-    for done, cost in map_in_order(fill, slices, workers_for(plan, reader.device, len(slices))):
+    def fill_as_usual(slots: Sequence[int]) -> tuple[list[tuple[str, Loss]], Tensor | None]:
+        """Also a flag on the device: whether something was not as usual, so that the slice must be filled again."""
+        if not reader.asynchronous or plan.one_by_one:
+            return fill(slots), None
+        with assuming() as flags:
+            cost = fill(slots)
+        with reader.working():
+            return cost, any_set(flags) if flags else None
+
+    step = slot_step(plan, HELD_BYTES if held and reader.asynchronous else SLICE_BYTES[reader.device.type])
+    slices = list(_slices(range(count) if slots is None else slots, step))
+    workers = 1 if held and reader.asynchronous else workers_for(plan, reader.device, len(slices))
+    doubts: list[tuple[Sequence[int], Tensor]] = []
+    for done, (cost, doubt) in map_in_order(fill_as_usual, slices, workers):
         if losses is not None:
             for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
                 losses(matrix, loss)
+        if doubt is not None:
+            doubts.append((done, doubt))
         if progress is not None:
             progress(len(done))
+    reader.finish()
+    for again in _unusual_slices(doubts):
+        fill(again)
     reader.finish()
     return packed
 
 
+def _unusual_slices(doubts: Sequence[tuple[Sequence[int], Tensor]]) -> list[Sequence[int]]:
+    """The slices whose flags are set. Waits for the device, once for all of them."""
+    found = torch.stack([flag for _, flag in doubts]).tolist() if doubts else []
+    return [slots for (slots, _), flag in zip(doubts, found) if flag]
+
+
 def slot_slices(plan: LayerPlan, device: torch.device, slots: Sequence[int]) -> Iterator[Sequence[int]]:
     """Slots that are loaded together."""
-    each = expert_bytes(plan)
-    if device.type == "cpu":
-        each = each * max(plan.w13.spec.dtype.bits, plan.w2.spec.dtype.bits) // 8
-    step = max(1, SLICE_BYTES[device.type] // max(1, each))
+    return _slices(slots, slot_step(plan, SLICE_BYTES[device.type]))
+
+
+def slot_step(plan: LayerPlan, most: int) -> int:
+    """How many experts have at most so many bytes, as packed; at least one."""
+    each = expert_bytes(plan) * max(plan.w13.spec.dtype.bits, plan.w2.spec.dtype.bits) // 8
+    return max(1, most // max(1, each))
+
+
+def _slices(slots: Sequence[int], step: int) -> Iterator[Sequence[int]]:
     for first in range(0, len(slots), step):
         yield slots[first : first + step]
 

@@ -51,7 +51,7 @@ def _alike(experts: Sequence[Projection]) -> bool:
 
 def _read_alike(read: Reader, experts: Sequence[Projection], area: Area, spec: QuantSpec) -> LogicalWeight:
     first, (rows, columns) = experts[0], area
-    scheme, units = first.scheme, first.scheme.units()
+    scheme, units = first.scheme, first.scheme.units
     if units is None or scheme.act_order:
         around_rows, around_columns = (0, first.stored_n), (0, first.k)
     else:
@@ -103,10 +103,12 @@ def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: A
         index: tuple[slice, ...] = tuple(slice(None) if s == ax.ANY else slice(0, s) for s in full)
     else:
         index = ax.slices(source.axes, *around, projection.stored_n, projection.k, ratio)
+    if not source.rows_per_expert and all(part == slice(0, size) for part, size in zip(index, full)):
+        index = ()  # the whole tensor: indexing takes longer than everything else about reading from memory
     if source.reversed:
         index = index[::-1]
     tensor = _read_stacked(read, sources, index)
-    return tensor.mT.contiguous() if source.reversed and len(index) == 2 else tensor
+    return tensor.mT.contiguous() if source.reversed and len(full) == 2 else tensor
 
 
 def _read_stacked(read: Reader, sources: Sequence[StoredPart], index: tuple[slice, ...]) -> Tensor:

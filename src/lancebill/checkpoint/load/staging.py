@@ -30,6 +30,11 @@ class DeviceReader:
         self._lock = threading.Lock()
         self._start = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device works while the host goes on."""
+        return self._start is not None
+
     def __call__(self, name: str, index: Index) -> Tensor:
         tensor = self._read(name, index)
         return tensor if self._start is None else self._stage().to_device(tensor)
@@ -48,6 +53,8 @@ class DeviceReader:
         if self._start is not None:
             for stage in self._stages:
                 self._start.wait_stream(stage.stream)
+                if stage.reads_callers_memory:
+                    stage.stream.synchronize()  # the caller may release it
 
     def _stage(self) -> _Stage:
         stage = self._own.stage
@@ -74,12 +81,16 @@ class _Stage:
         self._buffers: list[Tensor] = []  # made when the first tensor comes from the CPU
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn, self._used = 0, 0
+        self.reads_callers_memory = False  # tensors that the caller has pinned are copied from where they are
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A copy on the device, on this stage's stream. Tensors that are on a device already stay as they are."""
         if tensor.device.type != "cpu":
             return tensor
         tensor = tensor.contiguous()
+        if tensor.is_pinned():
+            self.reads_callers_memory = True
+            return tensor.to(self.device, non_blocking=True)
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         source, target = (t.view(-1).view(torch.uint8) if t.numel() else t for t in (tensor, out))
         done, size = 0, tensor.nbytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lancebill.checkpoint.resolve.naming import NameForm, layer_name
 from lancebill.formats.base import Module, Part, Scheme
@@ -63,13 +64,17 @@ class Projection:
 
     def stored_like(self, other: Projection) -> bool:
         """Whether another expert's projection differs only in the names of its tensors."""
+        return self._form == other._form
 
-        def form(projection: Projection) -> tuple[object, ...]:
-            kinds = {role: (s.axes, s.dtype, s.reversed) for role, s in projection.sources.items()}
-            size = projection.n, projection.k, projection.stored_n, projection.first, projection.step
-            return projection.scheme, size, kinds
+    @cached_property
+    def _form(self) -> tuple[object, ...]:
+        kinds = {role: (s.axes, s.dtype, s.reversed) for role, s in self.sources.items()}
+        return (self.n, self.k, self.stored_n, self.first, self.step), kinds, self.scheme
 
-        return form(self) == form(other)
+    @cached_property
+    def fused(self) -> Projection:
+        """All stored rows as one matrix."""
+        return replace(self, n=self.stored_n, first=0, step=1)
 
     def as_module(self, tensors: Mapping[str, Stored]) -> Module:
         """This projection as the `Module` that formats take: a name, and headers by suffix."""

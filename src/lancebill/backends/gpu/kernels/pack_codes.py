@@ -1,8 +1,12 @@
 """Moves codes from rows, as checkpoints store them, straight into fragment order. One read and one write of the codes.
 
 `fragment_order.pack_codes` defines the order; this kernel follows the table of moves that is derived from the same bit
-positions. A program packs one unit and one slice: 256 threads of fragments, two halves of 128. Each thread gathers the
-bytes of its two rows, r and r + 8, and writes its words four at a time.
+positions. Codes are read in 32-bit words, at any strides: rows may lie one after the other, alternate between gate and
+up, or be the columns of a transposed matrix. Four lanes need parts of the same words of a row. Each takes its part of
+every word first; the moves then say where its bits go.
+
+A program packs some slices of one unit: 256 threads of fragments, two halves of 128. Each thread has two rows, r and
+r + 8, and writes its words four at a time.
 """
 
 from __future__ import annotations
@@ -12,94 +16,148 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def _byte_count(moves, word):
+def _count(moves, word):
     return len(moves[word])
 
 
 @triton.constexpr_function
-def _n3(moves, word, i):
-    return moves[word][i][0]
+def _high_row(moves, word, i):
+    return moves[word][i][0] == 1
 
 
 @triton.constexpr_function
-def _byte(moves, word, i):
+def _source(moves, word, i):
     return moves[word][i][1]
 
 
 @triton.constexpr_function
-def _part_count(moves, word, i):
-    return len(moves[word][i][2])
+def _mask(moves, word, i):
+    return moves[word][i][2]
 
 
 @triton.constexpr_function
-def _mask(moves, word, i, j):
-    return moves[word][i][2][j][0]
+def _left(moves, word, i):
+    return max(moves[word][i][3], 0)
 
 
 @triton.constexpr_function
-def _left(moves, word, i, j):
-    return max(moves[word][i][2][j][1], 0)
-
-
-@triton.constexpr_function
-def _right(moves, word, i, j):
-    return max(-moves[word][i][2][j][1], 0)
+def _right(moves, word, i):
+    return max(-moves[word][i][3], 0)
 
 
 @triton.jit
-def _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES: tl.constexpr, WORD: tl.constexpr):
-    """One word of each thread. `low`, `high`: its rows r and r + 8; `first`: the thread's first byte in the row.
-
-    Each byte of a row has parts: the bits under a mask, and how far they move.
-    """
-    word = tl.zeros([256], tl.int32)
-    for i in tl.static_range(_byte_count(MOVES, WORD)):
-        at = first + _byte(MOVES, WORD, i)
-        if _n3(MOVES, WORD, i) == 0:
-            byte = tl.load(low + at, mask=low_valid & (at < row_bytes), other=0).to(tl.int32)
+def _gather_word(low, high, MOVES: tl.constexpr, WORD: tl.constexpr):
+    """One packed word of each thread, from the parts of its rows' words."""
+    word = tl.zeros([256], tl.uint32)
+    for i in tl.static_range(_count(MOVES, WORD)):
+        if _high_row(MOVES, WORD, i):
+            bits = high[_source(MOVES, WORD, i)] & _mask(MOVES, WORD, i)
         else:
-            byte = tl.load(high + at, mask=high_valid & (at < row_bytes), other=0).to(tl.int32)
-        for j in tl.static_range(_part_count(MOVES, WORD, i)):
-            word |= ((byte & _mask(MOVES, WORD, i, j)) << _left(MOVES, WORD, i, j)) >> _right(MOVES, WORD, i, j)
-    return word
+            bits = low[_source(MOVES, WORD, i)] & _mask(MOVES, WORD, i)
+        word |= (bits << _left(MOVES, WORD, i)) >> _right(MOVES, WORD, i)
+    return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _four_words(row, first, valid, row_words):
+    """Four neighbouring words of each thread's row, in one read of 16 bytes."""
+    at = tl.multiple_of(row + first, 16)[:, None] + tl.arange(0, 4)[None, :]
+    words = tl.load(at, mask=(valid & (first < row_words))[:, None], other=0).to(tl.uint32, bitcast=True)
+    even, odd = tl.split(words.reshape(256, 2, 2))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _one_word(row, word, word_stride, valid, row_words):
+    at = row + word.to(tl.int64) * word_stride
+    return tl.load(at, mask=valid & (word < row_words), other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _row_parts(
+    row, valid, first, lane, word_stride, row_words, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """What each thread needs of a slice of its row: four or eight words, with its own codes in the lowest bits."""
+    parts = ()
+    if BYTE_INPUTS:  # 32 neighbouring columns of a lane
+        if VECTORS:
+            for i in tl.static_range(BITS // 4):
+                w0, w1, w2, w3 = _four_words(row, first + lane * BITS + 4 * i, valid, row_words)
+                parts = parts + (w0, w1, w2, w3)
+        else:
+            for i in tl.static_range(BITS):
+                parts = parts + (_one_word(row, first + lane * BITS + i, word_stride, valid, row_words),)
+    elif BITS == 4:  # a byte of each word, which has eight columns
+        right = (lane * 8).to(tl.uint32)
+        if VECTORS:
+            for i in tl.static_range(2):
+                w0, w1, w2, w3 = _four_words(row, first + 4 * i, valid, row_words)
+                parts = parts + (w0 >> right, w1 >> right, w2 >> right, w3 >> right)
+        else:
+            for i in tl.static_range(8):
+                parts = parts + (_one_word(row, first + i, word_stride, valid, row_words) >> right,)
+    else:  # half a word of every two, which have four columns each
+        right = (lane % 2 * 16).to(tl.uint32)
+        if VECTORS:
+            for i in tl.static_range(4):
+                w0, w1, w2, w3 = _four_words(row, first + 4 * i, valid, row_words)
+                parts = parts + (tl.where(lane < 2, w0, w1) >> right, tl.where(lane < 2, w2, w3) >> right)
+        else:
+            for i in tl.static_range(8):
+                word = first + lane // 2 + 2 * i
+                parts = parts + (_one_word(row, word, word_stride, valid, row_words) >> right,)
+    return parts
 
 
 @triton.jit
 def pack_codes(
-    codes, out, rows, row_bytes, units, slices, GATED: tl.constexpr, SLICE_BYTES: tl.constexpr,
-    LANE_BYTES: tl.constexpr, WORDS: tl.constexpr, MOVES: tl.constexpr,
+    codes, out, rows, row_words, expert_stride, part_stride, row_stride, word_stride, units, slices,
+    GATED: tl.constexpr, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr, SLICES: tl.constexpr, VECTORS: tl.constexpr,
+    WORDS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """Codes [experts, rows, row_bytes], dense, to words; `units` and `slices` of one expert, padding included."""
-    place = tl.program_id(0)
-    piece = place % slices
-    unit = place // slices % units
-    expert = (place // slices // units).to(tl.int64)
+    """Words [experts, parts, rows, row_words] at any strides to packed words.
+
+    Gated matrices have two parts, gate and up. `rows` of a part; `units` and `slices` of one expert, padding included.
+    """
+    runs = tl.cdiv(slices, SLICES)
+    unit = tl.program_id(0) // runs
+    expert = (unit // units).to(tl.int64)
     t = tl.arange(0, 256)
     half, thread = t // 128, t % 128
+    lane = thread % 4
     row = thread // 32 * 16 + thread // 4 % 8  # n5 n4, n2 n1 n0
     if GATED:
-        inside, end = unit * 64 + row, rows // 2
-        start = half * end
+        inside = unit % units * 64 + row
+        source = codes + expert * expert_stride + half.to(tl.int64) * part_stride
     else:
-        inside, end = unit * 128 + half * 64 + row, rows
-        start = half * 0
-    low = codes + (expert * rows + start + inside) * row_bytes
-    high = low + 8 * row_bytes.to(tl.int64)
-    first = piece * SLICE_BYTES + thread % 4 * LANE_BYTES
-    low_valid, high_valid = inside < end, inside + 8 < end
-    if WORDS < 4:  # two words of each slice, then the third of each slice, which is next to that of the other half
-        two = out + (place - piece).to(tl.int64) * (256 * WORDS) + piece * 512 + half * 256 + thread * 2
-        w0 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 0)
-        w1 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 1)
-        tl.store(two[:, None] + tl.arange(0, 2)[None, :], tl.join(w0, w1))
-        if WORDS == 3:
-            third = out + (place - piece).to(tl.int64) * 768 + slices * 512 + piece * 256 + thread * 2 + half
-            tl.store(third, _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 2))
-    words = out + place.to(tl.int64) * (256 * WORDS) + half * (128 * WORDS) + thread * 4
-    for four in tl.static_range(WORDS // 4):
-        w0 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 4 * four)
-        w1 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 4 * four + 1)
-        w2 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 4 * four + 2)
-        w3 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 4 * four + 3)
-        joined = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(256, 4)  # [thread, w0 w1 w2 w3]
-        tl.store(words[:, None] + four * 512 + tl.arange(0, 4)[None, :], joined)
+        inside = unit % units * 128 + half * 64 + row
+        source = codes + expert * expert_stride + half.to(tl.int64) * 0
+    low_row = source + inside.to(tl.int64) * row_stride
+    high_row = low_row + 8 * row_stride.to(tl.int64)
+    own = out + unit.to(tl.int64) * slices * (256 * WORDS)
+    for i in range(SLICES):
+        piece = tl.program_id(0) % runs * SLICES + i
+        first = piece * (4 * BITS if BYTE_INPUTS else 2 * BITS)
+        whole = piece < slices
+        low = _row_parts(
+            low_row, whole & (inside < rows), first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS
+        )
+        high = _row_parts(
+            high_row, whole & (inside + 8 < rows), first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS
+        )
+        if WORDS < 4:  # two words of each slice, then the third of each slice, which is next to that of the other half
+            two = own + piece * 512 + half * 256 + thread * 2
+            pair = tl.join(_gather_word(low, high, MOVES, 0), _gather_word(low, high, MOVES, 1))
+            tl.store(two[:, None] + tl.arange(0, 2)[None, :], pair, mask=whole)
+            if WORDS == 3:
+                third = own + slices * 512 + piece * 256 + thread * 2 + half
+                tl.store(third, _gather_word(low, high, MOVES, 2), mask=whole)
+        words = own + piece * (256 * WORDS) + half * (128 * WORDS) + thread * 4
+        for four in tl.static_range(WORDS // 4):
+            w0, w1 = _gather_word(low, high, MOVES, 4 * four), _gather_word(low, high, MOVES, 4 * four + 1)
+            w2, w3 = _gather_word(low, high, MOVES, 4 * four + 2), _gather_word(low, high, MOVES, 4 * four + 3)
+            joined = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(256, 4)  # [thread, w0 w1 w2 w3]
+            tl.store(words[:, None] + four * 512 + tl.arange(0, 4)[None, :], joined, mask=whole)
