@@ -17,10 +17,10 @@ from torch import Tensor
 from lancebill.backends.gpu import layout as layouts
 from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.kernels import pack_scales
-from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.layout import FragmentLayout, Rerounded
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.numbers.bit_packing import Nibbles, pack_bits, turned_stream_codes
-from lancebill.numbers.unusual import any_set, assuming
+from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight
 
@@ -117,8 +117,12 @@ def test_groups_far_below_their_rows_largest_are_left_to_torch(monkeypatch: pyte
     weights = replace(weights, scales=(scales,))
     want = packed(layout, shape, weights)
     monkeypatch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
-    got = packed(layout, shape, weights)
-    assert all(same_bits(got[name], want[name]) for name in want)
+    asked, assumed = FragmentLayout(problem), FragmentLayout(problem)
+    got = packed(asked, shape, weights)
     with assuming() as flags:
-        packed(layout, shape, weights)
-    assert bool(any_set(flags))
+        packed(assumed, shape, weights)
+    assert bool(any_set(flags)) and assumed.rerounded.groups == 0
+    with repeating():
+        again = packed(assumed, shape, weights)
+    assert all(same_bits(tensors[name], want[name]) for name in want for tensors in (got, again))
+    assert layout.rerounded == asked.rerounded == assumed.rerounded == Rerounded(1, scales.numel())

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 
-class _Assumed(threading.local):
-    """The questions of this thread that are not answered yet; None: they are answered at once."""
+class _State(threading.local):
+    """Of this thread."""
 
-    flags: list[Tensor] | None = None
+    flags: list[Tensor] | None = None  # of questions that are not answered yet; None: they are answered at once
+    again: bool = False  # whether something is done for the second time
 
 
-_assumed = _Assumed()
+_state = _State()
 
 
 def unusual(flag: Tensor) -> bool:
     """Whether a flag is set; inside `assuming` the answer is no, for now."""
-    if _assumed.flags is None:
+    if _state.flags is None:
         return bool(flag)
-    _assumed.flags.append(flag)
+    _state.flags.append(flag)
     return False
 
 
@@ -35,11 +36,26 @@ def unusual(flag: Tensor) -> bool:
 def assuming() -> Iterator[list[Tensor]]:
     """Collects the flags of this thread's questions instead of answering them."""
     flags: list[Tensor] = []
-    before, _assumed.flags = _assumed.flags, flags
+    before, _state.flags = _state.flags, flags
     try:
         yield flags
     finally:
-        _assumed.flags = before
+        _state.flags = before
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Around the second time: what was assumed was wrong."""
+    before, _state.again = _state.again, True
+    try:
+        yield
+    finally:
+        _state.again = before
+
+
+def first_time() -> bool:
+    """Whether what is counted now was not counted before."""
+    return not _state.again
 
 
 def any_set(flags: list[Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bia
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
 from lancebill.numbers.spec import ALL, CHANNEL, DIV, QuantSpec, Scale
-from lancebill.numbers.unusual import unusual
+from lancebill.numbers.unusual import first_time, unusual
 from lancebill.numbers.weight import LogicalWeight, expand, stack_experts
 
 _COUNTING = Lock()
@@ -46,9 +46,9 @@ class Rerounded:
     total: int = 0
 
     def add(self, groups: int, total: int) -> None:
-        """Thread-safe: loaders pack experts in parallel."""
+        """Thread-safe: loaders pack experts in parallel. What is packed again is not counted twice."""
         with _COUNTING:
-            self.groups, self.total = self.groups + groups, self.total + total
+            self.groups, self.total = self.groups + groups, self.total + first_time() * total
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ class FragmentLayout(Layout):
         )
         if rounded is None or (len(rounded) and unusual(rounded.any())):
             return False
+        if form.scale == f.E8M0_G32:
+            self.rerounded.add(0, weight.scales[0].numel())
         return self._pack_codes_on_gpu(shape, form, weight.stored, out["codes"])
 
     def _row_numbers(self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight) -> RowNumbers:

@@ -18,7 +18,7 @@ from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
 from lancebill.numbers.codec import Loss
-from lancebill.numbers.unusual import any_set, assuming
+from lancebill.numbers.unusual import any_set, assuming, repeating
 
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread. Larger slices
 # mean fewer calls and launches, which only one thread at a time makes.
@@ -80,8 +80,9 @@ def load_layer(
         if progress is not None:
             progress(len(done))
     reader.finish()
-    for again in _unusual_slices(doubts):
-        fill(again)
+    with repeating():
+        for again in _unusual_slices(doubts):
+            fill(again)
     reader.finish()
     return packed
 

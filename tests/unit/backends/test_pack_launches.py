@@ -1,0 +1,86 @@
+"""Packing for a GPU on a fake driver: which kernels are launched, and what they are given."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_driver import FakeDriver, fake_load_kernel
+
+from lancebill.backends.gpu import layout as layouts
+from lancebill.backends.gpu import pack_on_gpu
+from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.errors import CompileError
+from lancebill.jit import driver, load
+from lancebill.numbers.unusual import assuming
+from lancebill.numbers.weight import same_bits, stack_experts
+from lancebill.testing.layers import layer_problem, plausible_weight
+
+EXPERTS = 3
+STREAM = 77
+
+
+@pytest.fixture(name="fake")
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A fake sm_90 device with CPU memory."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(load, "load_kernel", fake_load_kernel)
+    monkeypatch.setattr(layouts, "on_gpu", torch.Tensor.is_contiguous)
+    monkeypatch.setattr(pack_on_gpu, "use_context", lambda device: None)
+    monkeypatch.setattr(pack_on_gpu, "_target", lambda device: 90)
+    monkeypatch.setattr(pack_on_gpu, "_prepared", pack_on_gpu._Prepared())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    return fake
+
+
+def pack(spec: str, activations: str = "bf16") -> tuple[FragmentLayout, dict[str, dict[str, torch.Tensor]]]:
+    problem = layer_problem(spec, activations, hidden=256, intermediate=128, experts=EXPERTS, top_k=1)
+    layout, packed = FragmentLayout(problem), {}
+    for name, shape in problem.matrices.items():
+        weights = stack_experts([plausible_weight(shape, seed) for seed in range(EXPERTS)])
+        packed[name] = layout.allocate(shape, EXPERTS)
+        for tensor in packed[name].values():
+            tensor.zero_()
+        with assuming():  # what the kernel would have written is not there
+            layout.pack(shape, weights, packed[name])
+    return layout, packed
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "int4-g128-zp", "fp8-block", "int4"])
+def test_a_matrix_takes_two_launches_for_all_experts(fake: FakeDriver, spec: str) -> None:
+    pack(spec)
+    assert fake.launched == 4
+
+
+def test_a_launch_gets_the_arguments_of_its_own_call(fake: FakeDriver) -> None:
+    """Launches are prepared once and then changed."""
+    for _ in range(2):
+        _, packed = pack("mxfp4")
+    assert fake.launched == 8 and len(pack_on_gpu._prepared.launches) == 4
+    by_kernel = {(key[0], key[1][1]): held for key, held in pack_on_gpu._prepared.launches.items()}  # type: ignore[index]
+    for name, gated in (("w13", True), ("w2", False)):
+        launch, _ = by_kernel[pack_on_gpu.code_source, gated]
+        assert pointer(launch, "out") == packed[name]["codes"].data_ptr()
+        assert [launch.integer_slot(size).value for size in ("units", "slices")] == [2, 4 if gated else 2]
+        assert launch.integer_slot("rows").value == (128 if gated else 256)
+        launch, _ = by_kernel[pack_on_gpu.scale_source, gated]
+        assert pointer(launch, "factors") == packed[name]["factors"].data_ptr() and pointer(launch, "bias") == 0
+
+
+def pointer(launch: driver.Launch, name: str) -> int:
+    return ctypes.c_uint64.from_address(launch.address(name)).value
+
+
+def test_without_a_compiler_torch_packs(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise CompileError("Triton is not installed")
+
+    monkeypatch.setattr(load, "load_kernel", missing)
+    _, got = pack("int4-g128")
+    monkeypatch.setattr(layouts, "on_gpu", lambda tensor: False)
+    _, want = pack("int4-g128")
+    assert fake.launched == 0
+    assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
