@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ class Run:
     workers: int
     end: float  # time.monotonic()
     reports: Path
+    variables: Mapping[str, str]  # of the environment, besides the caller's
 
     def outcomes(self, files: Sequence[str]) -> dict[str, str]:
         """{test: passed, failed, skipped}, as pytest names tests."""
@@ -62,7 +63,7 @@ class Run:
             with report.with_suffix(".log").open("w") as log:
                 subprocess.run(
                     [*command, f"--junitxml={report}", file], cwd=ROOT, stdout=log, stderr=log,
-                    timeout=max(1.0, self.end - time.monotonic()),
+                    env={**os.environ, **self.variables}, timeout=max(1.0, self.end - time.monotonic()),
                 )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {f"{file}::{STOPPED}": STOPPED}
@@ -145,14 +146,20 @@ def raise_sites(path: Path, executed: Sequence[int]) -> list[bool]:
     ]
 
 
-def coverage_settings(folder: Path) -> Path:
+def measuring(folder: Path) -> dict[str, str]:
+    """Variables with which every Python process measures what it reaches, those that tests start included."""
     (folder / "data").mkdir()
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
     settings = folder / "coveragerc"
     settings.write_text(
         f"[run]\nbranch = true\nparallel = true\nsource = lancebill\ndata_file = {folder / 'data' / 'part'}\n"
+        "concurrency = multiprocessing, thread\nsigterm = true\n"
+        "disable_warnings = no-data-collected, module-not-imported\n"
         "omit =\n" + "".join(f"  {pattern}\n" for pattern in NEED_MORE)
     )
-    return settings
+    path = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
@@ -187,11 +194,10 @@ def main() -> None:
     targets = [target for target in every if only is None or target.name in only]
     with tempfile.TemporaryDirectory() as name:
         folder, interpreter = Path(name), [sys.executable, *(["-O"] if chosen.optimized else [])]
-        if chosen.coverage:
-            interpreter += ["-m", "coverage", "run", f"--rcfile={coverage_settings(folder)}"]
         reports = Path(chosen.reports or name)
         reports.mkdir(parents=True, exist_ok=True)
-        run = Run(tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, reports)
+        variables = measuring(folder) if chosen.coverage else {}
+        run = Run(tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, reports, variables)
         if chosen.optimized:
             outcomes = run.outcomes(files_without_asserts())
             tallies["E2"] = _tally(Counter(outcomes.values()), outcomes)
