@@ -147,7 +147,7 @@ FIGURES: dict[str, tuple[Target, ...]] = {
     ),
     "Native code": (
         Target("X1", "the library's tests under AddressSanitizer and UndefinedBehaviorSanitizer", "0 reports",
-               "make test-native"),
+               "sanitizers.py"),
         Target("X2", "the library under ThreadSanitizer, with one caller and with several", "0 reports", "races.py"),
     ),
     "Refits": (

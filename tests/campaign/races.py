@@ -1,4 +1,4 @@
-"""The native library under ThreadSanitizer: random layers on every level, from one caller and from several at once.
+"""The native library under ThreadSanitizer: random layers and decode steps, from one caller and from several at once.
 
     python tests/campaign/races.py --cases 300 --record
 
@@ -50,7 +50,7 @@ def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
     total = Tally.total(tallies.values())
     one, several = tallies["one caller"].cases, tallies["several callers"].cases
     reached = (
-        f"{one:,} random layers from one caller and {several:,} from {CALLERS} at once, on"
+        f"{one:,} random layers and decode steps from one caller and {several:,} from {CALLERS} at once, on"
         f" {', '.join(details[0]['levels'])}: {total.failures} reports"
     )
     return {"X2": total.figure(reached)}

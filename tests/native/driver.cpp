@@ -1,5 +1,5 @@
 // Checks every level against a naive loop in double, with random codes, groups, scales, zeros, inputs, sizes,
-// dispatches.
+// dispatches; and that decode steps have the same bits with any number of threads.
 //
 //   driver [seed] [cases]             random cases on every level of this machine
 //   driver callers N [seed] [cases]   the same from N threads at once, each with its own cases
@@ -19,6 +19,7 @@
 #include "lancebill.h"
 #include "plan.h"
 #include "random_case.h"
+#include "random_decode.h"
 #include "timing.h"
 
 using namespace lancebill;
@@ -139,12 +140,36 @@ int check_levels(unsigned seed, int cases) {
   return failures;
 }
 
+// Decode steps of a model: three threads give the bits of one.
+int check_decode(unsigned seed, int cases) {
+  int failures = 0;
+  for (int i = 0; i < cases; i++) {
+    random_bits.seed(seed + i);
+    DecodeCase c;
+    make_decode_case(c);
+    for (int level = 0; level < LANCEBILL_LEVELS; level++) {
+      if (!(lancebill_levels() >> level & 1)) continue;
+      std::vector<float> one, three;
+      const int32_t status = std::max(run_decode(c, level, 1, one), run_decode(c, level, 3, three));
+      const bool finite = std::all_of(one.begin(), one.end(), [](float v) { return std::isfinite(v); });
+      const bool same = std::memcmp(one.data(), three.data(), one.size() * 4) == 0;
+      if (status == LANCEBILL_OK && finite && same) continue;
+      std::printf("FAILED decode steps of level %d seed %u: status %d%s%s: %s\n", level, seed + i, status,
+                  finite ? "" : ", not finite", same ? "" : ", bits depend on threads", describe_case(c.layer).c_str());
+      failures++;
+    }
+  }
+  return failures;
+}
+
+int check(unsigned seed, int cases) { return check_levels(seed, cases) + check_decode(seed, cases); }
+
 // Several callers at once, as threads of a server are: they share teams of workers, and nothing else.
 int check_callers(int callers, unsigned seed, int cases) {
   std::vector<int> failures(callers);
   std::vector<std::thread> threads;
   for (int i = 0; i < callers; i++)
-    threads.emplace_back([&, i] { failures[i] = check_levels(seed + i * cases, cases); });
+    threads.emplace_back([&, i] { failures[i] = check(seed + i * cases, cases); });
   for (std::thread& thread : threads) thread.join();
   int all = 0;
   for (int count : failures) all += count;
@@ -167,7 +192,7 @@ int main(int argc, char** argv) {
     return failures != 0;
   }
   const unsigned seed = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 1;
-  const int failures = check_levels(seed, argc > 2 ? std::atoi(argv[2]) : 300);
+  const int failures = check(seed, argc > 2 ? std::atoi(argv[2]) : 300);
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -143,7 +143,7 @@ void allocate_codes(Matrix& w, const Packing& packing) {
 
 // Chooses which of the optional arrays there are. `row_factor` brings the results for normal inputs near one.
 void allocate_options(Matrix& w, const Packing& packing, double row_factor) {
-  const lancebill_matrix& m = w.abi;
+  lancebill_matrix& m = w.abi;
   const size_t blocks = size_t(w.experts) * packing.blocks;
   if (pick(0, 1) || row_factor < 0.5 || row_factor > 2) w.row_scale.resize(blocks * 16);
   if (pick(0, 1)) w.bias.resize(blocks * 16);

@@ -1,9 +1,9 @@
 """Runs the tests of the C++ libraries, built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-    python tests/native/sanitize.py [pytest arguments]
+    python tests/native/sanitize.py [tests] [options of pytest]
 
-Stops at the first report. Python itself is not instrumented, so the sanitizer runtime is preloaded and leak detection
-is off.
+Stops at the first report; tests/campaign/sanitizers.py counts the tests. Python itself is not instrumented, so the
+sanitizer runtime is preloaded and leak detection is off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from pathlib import Path
 from lancebill.native import build
 
 TESTS = Path(__file__).parents[1]
-DEFAULT = ("backends/test_cpu.py", "backends/test_cpu_route.py", "unit/numbers/test_native_numbers.py")
+DEFAULT = (
+    "backends/test_cpu.py", "backends/test_cpu_layout.py", "backends/test_cpu_route.py",
+    "backends/test_cpu_decode_program.py", "e2e/test_native_decoder.py", "unit/backends/test_packing.py",
+    "unit/split/test_host_calls.py", "unit/split/test_mailbox.py", "unit/numbers/test_native_numbers.py",
+)  # fmt: skip
 CHILD = """
 import sys, pytest
 from dataclasses import replace
@@ -43,8 +47,9 @@ def main() -> None:
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:exitcode=99",
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=99",
         }
-        tests = sys.argv[1:] or [str(TESTS / name) for name in DEFAULT]
-        finished = subprocess.run([sys.executable, "-c", CHILD, *built, *tests], env=os.environ | settings)
+        options = [word for word in sys.argv[1:] if word.startswith("-")]
+        tests = [word for word in sys.argv[1:] if word not in options] or [str(TESTS / name) for name in DEFAULT]
+        finished = subprocess.run([sys.executable, "-c", CHILD, *built, *tests, *options], env=os.environ | settings)
     sys.exit(finished.returncode)
 
 
