@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import axes as ax
 from lancebill.formats import detect
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
-from lancebill.formats.bitsandbytes import FORMAT, INT8, Bnb4Scheme
+from lancebill.formats.bitsandbytes import FORMAT, INT8, Bnb4Scheme, bnb4_scheme
 from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.moe.placement import Placement
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import BNB_FP4, NF4
 from lancebill.numbers.spec import NF4_G64
 from lancebill.numbers.spec_names import parse_spec
-from lancebill.numbers.weight import same_bits
+from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.testing.checkpoints import Generated
 
 NAME = "model.layers.0.mlp.experts.0.gate_proj"
@@ -130,13 +131,6 @@ def test_blocks_that_span_rows(n: int, k: int, nested: bool) -> None:
         assert all(same_bits(again[role], stored[role]) for role in ("codes", "scale", "table"))
 
 
-def test_blocks_that_span_rows_need_the_model_sizes() -> None:
-    tensors, _ = theirs(normal(64, 80), quant_type="nf4")
-    scheme, stored = read(tensors, config(), 64, 80)
-    with pytest.raises(BadValue, match="pieces of 16 columns"):
-        scheme.decode(stored, 64, 80)
-
-
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
 def test_any_storage_dtype(storage: str) -> None:
     n, k = 32, 128
@@ -239,8 +233,8 @@ def test_int8_can_be_written() -> None:
 
 
 def test_int8_in_an_old_gpu_layout_is_refused() -> None:
-    tensors = {**int8_tensors(8, 32), ".weight_format": torch.tensor(2, dtype=torch.uint8)}
-    scheme, stored = read(tensors, config(load_in_4bit=False, load_in_8bit=True), 8, 32)
+    scheme = FORMAT.export(INT8, [])[1]
+    stored = {**scheme.encode(quantize(normal(8, 32), INT8)), "layout": torch.tensor(2, dtype=torch.uint8)}
     with pytest.raises(BadValue, match="weight_format"):
         scheme.decode(stored, 8, 32)
 
@@ -248,15 +242,30 @@ def test_int8_in_an_old_gpu_layout_is_refused() -> None:
 # ---- invalid files and configs
 
 
-def ours() -> dict[str, Tensor]:
+def ours(scheme: Scheme, weight: LogicalWeight) -> dict[str, Tensor]:
     """Tensors that we wrote; the library can read them (tested above)."""
-    scheme = FORMAT.export(NF4_G64, [])[1]
-    stored = scheme.encode(quantize(normal(32, 128), NF4_G64))
+    stored = scheme.encode(weight)
     return {part.suffix[0]: stored[part.role] for part in scheme.parts if part.role in stored}
 
 
+def nested_sample() -> tuple[Scheme, dict[str, Tensor]]:
+    """With quantised scales, which we read but do not write."""
+    scheme = bnb4_scheme("nf4", 64, piece=64, nested=True)
+    plain = sample()[1]
+    state = document(plain, nested_blocksize=256, nested_offset=0.5)
+    codes = torch.arange(plain["scale"].numel(), dtype=torch.uint8)
+    nested = {"nested_scale": torch.ones(1), "nested_table": torch.linspace(-1, 1, 256)}
+    return scheme, {**plain, **nested, "scale": codes, "state": state}
+
+
+def spanning(k: int) -> LogicalWeight:
+    """Rows of `k` columns, of which blocks of 64 span several; all scales are the same."""
+    spec = parse_spec("nf4-g16")
+    return replace(weight := quantize(normal(64, k), spec), scales=(torch.ones_like(weight.scales[0]),))
+
+
 def sample() -> tuple[Scheme, dict[str, Tensor]]:
-    return read(ours(), config(), 32, 128)
+    return read(ours(FORMAT.export(NF4_G64, [])[1], quantize(normal(32, 128), NF4_G64)), config(), 32, 128)
 
 
 def document(stored: dict[str, Tensor], **changes: Any) -> Tensor:
@@ -279,8 +288,7 @@ def document(stored: dict[str, Tensor], **changes: Any) -> Tensor:
     ],
 )
 def test_a_contradicting_quant_state_is_refused(changes: dict[str, Any], message: str) -> None:
-    tensors, _ = theirs(normal(32, 128), quant_type="nf4", compress_statistics=True)
-    scheme, stored = read(tensors, config(), 32, 128)
+    scheme, stored = nested_sample()
     stored["state"] = document(stored, **changes)
     with pytest.raises(BadValue, match=message):
         scheme.decode(stored, 32, 128)
@@ -302,10 +310,8 @@ def test_another_table_is_refused() -> None:
 
 
 def test_double_quantisation_needs_all_its_tensors_and_cannot_be_written() -> None:
-    tensors, _ = theirs(normal(32, 128), quant_type="nf4", compress_statistics=True)
-    scheme, stored = read(tensors, config(), 32, 128)
+    scheme, stored = nested_sample()
     assert {p.role for p in scheme.parts if not p.optional} == set(stored)
-    assert {"nested_scale", "nested_table"} <= set(stored)
     with pytest.raises(CannotEncode, match="double quantisation"):
         scheme.encode(scheme.decode(stored, 32, 128))
 
@@ -317,12 +323,25 @@ def test_blocks_that_span_rows_cannot_be_written() -> None:
 
 
 def test_scales_that_differ_within_a_block_are_refused() -> None:
-    tensors, _ = theirs(normal(64, 80), quant_type="nf4")
-    scheme, stored = read(tensors, config(model={"hidden_size": 80}), 64, 80)
-    weight = scheme.decode(stored, 64, 80)
+    scheme, weight = bnb4_scheme("nf4", 64, piece=16), spanning(80)
+    assert scheme.decode(scheme.encode(weight), 64, 80).equals(weight)
     weight.scales[0][0, 0] *= 2
     with pytest.raises(CannotEncode, match="differ within a block"):
         scheme.encode(weight)
+
+
+def test_blocks_that_span_rows_need_the_model_sizes() -> None:
+    scheme, stored = read(ours(bnb4_scheme("nf4", 64, piece=16), spanning(80)), config(), 64, 80)
+    with pytest.raises(BadValue, match="pieces of 16 columns"):
+        scheme.decode(stored, 64, 80)
+
+
+@pytest.mark.parametrize("shape", [None, [1], [0, 4], [2.0, 4]])
+def test_a_size_in_quant_state_that_is_none_is_refused(shape: Any) -> None:
+    scheme, stored = sample()
+    stored["state"] = document(stored, shape=shape)
+    with pytest.raises(BadValue, match="not the size of a matrix"):
+        scheme.stored_size(stored.get)
 
 
 @pytest.mark.parametrize(

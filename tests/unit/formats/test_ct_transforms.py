@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressed_tensors.transform import TransformConfig, apply_transform_config
 
+from lancebill.errors import UnsupportedFormat
 from lancebill.formats.base import Config, Module
 from lancebill.formats.compressed_tensors import FORMAT
 from lancebill.formats.stored import Stored
@@ -76,3 +77,10 @@ def test_what_we_write_is_what_the_library_reads() -> None:
     assert not [name for name in model.state_dict() if name.startswith("lm_head.rotation")]
     offline = [place for place in places if not place.is_online()]
     assert [(place.location, place.inverse) for place in offline] == [("weight_input", True)]
+
+
+def test_a_rotated_matrix_with_an_act_order_is_refused() -> None:
+    quant = {**FORMAT.export(parse_spec("int4-g32"), ())[0], "transform_config": transforms(32, "re:.*down_proj$")}
+    quant["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    with pytest.raises(UnsupportedFormat, match="act-order"):
+        FORMAT.scheme(Config(quant=quant, method=FORMAT.name), Module(NAMES[1]))
