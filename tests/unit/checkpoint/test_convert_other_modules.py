@@ -21,9 +21,11 @@ from conversion import (
 )
 from torch import Tensor
 
+import lancebill.formats as formats
 from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.write.convert import fit_to_scheme
-from lancebill.checkpoint.write.target import choose_target
+from lancebill.checkpoint.write.target import choose_target, plan_output
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Module
@@ -188,6 +190,63 @@ def damaged(folder: Path) -> Path:
         file.seek(info.start + 20)
         file.write(b"\xc0\x7f")
     return source
+
+
+FAULTY = """
+from dataclasses import replace
+from lancebill.formats.compressed_tensors import CompressedTensors
+
+class Faulty(CompressedTensors):
+    name = "faulty"
+
+    def matches(self, config):
+        return config.method == self.name
+
+    def export(self, spec, dense_modules):
+        config, scheme = super().export(spec, dense_modules)
+        return {{**config, "quant_method": self.name}}, {written}
+
+    def scheme(self, config, module):
+        scheme, experts = super().scheme(config, module), "experts" in module.name
+        return {read}
+
+FORMAT = Faulty()
+"""
+NO_BIAS = "replace(scheme, parts=tuple(part for part in scheme.parts if part.role != 'bias'))"
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "message"),
+    [
+        (NO_BIAS, "scheme", "cannot store 'bias'"),
+        ("scheme", "scheme.rotated(32) if experts else scheme", "cannot read back its own output"),
+        ("scheme", "scheme if experts or not scheme.spec.quantized else scheme.rotated(32)", "read this module back"),
+    ],
+    ids=["bias", "experts", "others"],
+)
+def test_a_format_that_cannot_read_what_it_writes_is_caught_before_writing(
+    written: str, read: str, message: str, fp8_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"faulty_{len(written + read)}.py").write_text(FAULTY.format(written=written, read=read))
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+        registry.cache_clear()
+        with pytest.raises(CannotEncode, match=message):
+            run_conversion(fp8_model, tmp_path / "out", "fp8-block", "faulty")
+    registry.cache_clear()
+
+
+def test_experts_that_a_family_cannot_name_stacked(tmp_path: Path) -> None:
+    with pytest.raises(CannotEncode, match="cannot name stacked tensors"):
+        run_conversion(dense_source(tmp_path, "grok1"), tmp_path / "out", "mxfp4", "mxfp4")
+
+
+def test_a_gguf_file_of_an_unknown_architecture_is_not_converted() -> None:
+    row = find_row("gguf")
+    made = generate(find_example("gguf", "Q8_0"), row, row.forms[0], SIZE)
+    config = replace(made.config, model={**made.config.model, "architecture": "unheard-of"})
+    with pytest.raises(UnsupportedFormat, match="unheard-of"):
+        plan_output(manifests.build(config, made.headers), choose_target(parse_spec("mxfp4"), None), made.headers)
 
 
 def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from lancebill import errors as e
 from lancebill.checkpoint.read.gguf import ARRAY, STRING
 from lancebill.testing.gguf import string_bytes, value_bytes
 
+MANY = (1 << 19) + 1  # fits the file in each of four arrays in arrays
+
 GGUF: dict[str, Row] = {
     "empty file": (b"", e.MalformedFile, "magic"),
     "another magic": (gguf_bytes(magic=b"GGML"), e.MalformedFile, "not a GGUF file"),
@@ -28,6 +30,7 @@ GGUF: dict[str, Row] = {
     "a key of no bytes": (gguf_bytes((U64(0) + value_bytes(1),)), e.MalformedFile, "length of a metadata key"),
     "a key past the file": (gguf_bytes((U64(60_000) + b"x",)), e.MalformedFile, "does not fit"),
     "a key that is not UTF-8": (gguf_bytes((U64(1) + b"\xff" + value_bytes(1),)), e.MalformedFile, "UTF-8"),
+    "a key with a line break": (gguf_bytes((U64(1) + b"\n" + value_bytes(1),)), e.MalformedFile, "not printable"),
     "a key twice": (gguf_bytes((ARCH, PAIR, PAIR)), e.MalformedFile, "'llama.block_count' occurs twice"),
     "a value of type 13": (gguf_bytes(pair("k", U32(13) + U32(0))), e.MalformedFile, "unknown type"),
     "a bool of 2": (gguf_bytes(pair("k", U32(7) + b"\2")), e.MalformedFile, "not a bool"),
@@ -39,6 +42,10 @@ GGUF: dict[str, Row] = {
     "an array of 2**62 arrays": (gguf_bytes(pair("k", array(ARRAY, HUGE))), e.MalformedFile, "array length"),
     "an array of type 13": (gguf_bytes(pair("k", array(13, 1))), e.MalformedFile, "array of an unknown type"),
     "arrays a hundred deep": (gguf_bytes(pair("k", nested(100))), e.MalformedFile, "too deeply"),
+    "arrays that claim 2**21 elements": (
+        gguf_bytes(pair("k", array(ARRAY, MANY, (U32(ARRAY) + U64(MANY)) * 3)), data=13 * MANY),
+        e.MalformedFile, "too many elements",
+    ),
     "a string of an array past the file": (
         gguf_bytes(pair("k", array(STRING, 1, U64(HUGE)))), e.MalformedFile, "does not fit",
     ),

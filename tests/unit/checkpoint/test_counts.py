@@ -20,7 +20,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.missing_layers import missing_layers
 from lancebill.cli.verify import examine
-from lancebill.errors import BadValue, LancebillError
+from lancebill.errors import BadValue, LancebillError, MissingTensor
 from lancebill.formats import registry
 from lancebill.formats.stored import Stored
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
@@ -154,3 +154,9 @@ def test_a_layer_of_a_config_alone_is_bounded() -> None:
     config = replace(EACH.config, model={**EACH.config.model, "num_experts": 1 << 40})
     with pytest.raises(BadValue, match="num_experts"):
         expected_headers(config, names.find_family(config.model), 0)
+
+
+def test_a_config_alone_must_state_the_sizes() -> None:
+    model = {key: value for key, value in EACH.config.model.items() if key != "hidden_size"}
+    with pytest.raises(MissingTensor, match="does not state the size"):
+        expected_headers(replace(EACH.config, model=model), names.find_family(model), 0)

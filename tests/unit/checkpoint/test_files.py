@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.file_bytes import bytes_of
 from lancebill.checkpoint.read.files import INDEX, Checkpoint
 from lancebill.checkpoint.read.ggml_types import TYPES
+from lancebill.checkpoint.read.gguf import _Reader
+from lancebill.checkpoint.read.hub import local_path
 from lancebill.errors import (
+    CheckpointError,
     MalformedFile,
     MissingTensor,
     UnexpectedTensor,
@@ -172,6 +177,35 @@ def test_a_file_truncated_after_opening_is_an_error(tmp_path: Path) -> None:
     os.truncate(path, 50_000)
     with pytest.raises(MalformedFile, match="truncated after it was opened"):
         checkpoint.read("w")
+
+
+def test_errors_of_the_disk_are_reported() -> None:
+    """Memory of this process at address 0 cannot be read; a full device cannot be written."""
+    memory, full = Path("/proc/self/mem"), Path("/dev/full")
+    with pytest.raises(CheckpointError, match="cannot read the file: Input/output error"), raw.opened(memory) as opened:
+        opened[0].read(8)
+    descriptors = os.open(memory, os.O_RDONLY), os.open(full, os.O_WRONLY)
+    try:
+        with pytest.raises(CheckpointError, match="cannot read the file: Input/output error"):
+            raw.read_exactly(descriptors[0], torch.empty(8), 0, memory)
+        with pytest.raises(CheckpointError, match="cannot write the file: No space left"):
+            raw.write_exactly(descriptors[1], torch.zeros(8), 0, full)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def test_a_gguf_file_that_shrinks_while_it_is_read() -> None:
+    with pytest.raises(MalformedFile, match="truncated while it was read"):
+        _Reader(io.BytesIO(b"GGUF"), 100, "x.gguf").take(8, "the version")
+
+
+def test_paths_that_neither_exist_nor_name_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="a/b/c: no such file or folder"):
+        local_path("a/b/c")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
+    with pytest.raises(CheckpointError, match="pip install huggingface_hub"):
+        local_path("nobody/nothing")
 
 
 def test_an_unknown_tensor_is_an_error(tmp_path: Path) -> None:

@@ -89,3 +89,13 @@ def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
         first.write("a", tensors["a"])
     assert Checkpoint.open(tmp_path / "out").read("a").sum() == 2
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_gone_is_not_published(tmp_path: Path) -> None:
+    _write(tmp_path / "out", 1.0)
+    hidden = publish.HiddenFolder(tmp_path / "out")
+    shutil.rmtree(hidden.path)
+    with pytest.raises(FileNotFoundError):
+        hidden.publish(tmp_path / "out")
+    hidden.remove()
+    assert Checkpoint.open(tmp_path / "out").read("a").sum() == 2

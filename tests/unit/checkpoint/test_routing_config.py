@@ -362,6 +362,13 @@ def test_unknown_activations_are_refused(family: str, settings: dict[str, Any]) 
         activation_for(settings, family)
 
 
+def test_limits_of_layers_need_the_layer() -> None:
+    model = {"hidden_act": "silu", "swiglu_limits": [7.0, 0.0]}
+    assert activation_for(model, "step3p7", 0).limit == 7.0
+    with pytest.raises(UnsupportedFormat, match="one value for all layers"):
+        activation_for(model, "step3p7")
+
+
 def test_a_config_without_top_k_is_refused() -> None:
     with pytest.raises(UnsupportedFormat, match="how many experts"):
         routing_for({}, "mixtral", 0)

@@ -17,7 +17,7 @@ from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
 from lancebill.checkpoint.read.files import INDEX, Checkpoint
-from lancebill.checkpoint.write import publish
+from lancebill.checkpoint.write import publish, save
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.errors import (
     CheckpointError,
@@ -228,3 +228,9 @@ def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> Non
     ):
         pass
     assert file_names(tmp_path) == []
+
+
+def test_a_header_that_no_reader_accepts_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "MAX_HEADER", 1000)
+    with pytest.raises(CheckpointError, match="too many tensors"):
+        save.plan_shards({f"{i}": Stored("U8", (1,)) for i in range(20)})

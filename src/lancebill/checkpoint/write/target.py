@@ -202,10 +202,7 @@ def _form(manifest: Manifest, naming: Naming, target: Target) -> NameForm:
         return able[0]
     if not foreign and (not target.spec.quantized or not (source.stacked or source.fused)):
         return source
-    able = [f for f in naming.forms if not f.stacked and not f.fused and f.gated == source.gated]
-    if not able:
-        raise CannotEncode(f"the family '{naming.family}' has no names for the tensors of a single expert")
-    return able[0]
+    return next(f for f in naming.forms if not f.stacked and not f.fused and f.gated == source.gated)
 
 
 def _jobs(manifest: Manifest, naming: Naming, target: Target) -> Iterator[Job]:
