@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny  # noqa: E402
 
 from lancebill.cli.main import app  # noqa: E402
+from lancebill.errors import UnsupportedProblem  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,10 @@ def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path
         (["generate", "unknown", "x"], 1, "does not know the model"),
         (["bench-serve", "http://localhost:port/v1"], 2, "not the URL"),
         (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),
+        (["bench-serve", "http://127.0.0.1:9/v1", "--engine", "transformers"], 2, "is for a checkpoint"),
+        (["serve", "model", "--engine", "vllm", "--device", "cpu"], 2, "selects the device itself"),
+        (["serve", "model", "--engine", "transformers", "--odd"], 2, "no such option"),
+        (["chat", "voiceless"], 2, "no chat template"),
     ],
 )
 def test_usage_errors_print_no_traceback(
@@ -147,8 +153,31 @@ def test_usage_errors_print_no_traceback(
         config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=32)
         transformers.LlamaForCausalLM(config).save_pretrained("dense")
         shutil.copytree("model", "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+        shutil.copytree("model", "voiceless")
+        tokenizer = transformers.AutoTokenizer.from_pretrained("voiceless")
+        tokenizer.chat_template = None
+        Path("voiceless/chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained("voiceless")
         shutil.copytree("model", "unknown")
         config = json.loads(Path("unknown/config.json").read_text())
         Path("unknown/config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == code and message in done.output and "Traceback" not in done.output, done.output
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_must_be_installed_to_be_requested(model: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", str(model), "--engine", "vllm"])
+    assert done.exit_code == 1 and "vLLM is not installed" in done.output
+
+
+def test_transformers_must_be_installed_for_whole_models(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lancebill
+    from lancebill.cli import models
+
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(UnsupportedProblem, match="transformers is not installed"):
+        models.load(model)
+    monkeypatch.delitem(sys.modules, "lancebill.integrations.transformers.pretrained", raising=False)
+    with pytest.raises(UnsupportedProblem, match="transformers is not installed"):
+        lancebill.from_pretrained(model)

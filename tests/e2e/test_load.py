@@ -14,7 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from lancebill.cli.main import app
 from lancebill.errors import LaunchError, SpecError
 from lancebill.evaluate.load import Load, percentiles, run_load
 
@@ -28,7 +30,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._head(200)
-        self.wfile.write(json.dumps({"data": [{"id": "words"}]}).encode())
+        listed = [{"id": "words"}] if self.path == "/v1/models" else []
+        self.wfile.write(json.dumps({"data": listed}).encode())
 
     def do_POST(self) -> None:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -118,6 +121,18 @@ def test_no_server() -> None:
         run_load("http://127.0.0.1:9/v1", Load(1, 1, 1, 1), timeout=2)
     with pytest.raises(SpecError, match="URL"):
         run_load("not a url", Load(1, 1, 1, 1))
+
+
+def test_a_server_without_models(url: str) -> None:
+    with pytest.raises(LaunchError, match="does not list a model"):
+        run_load(f"{url}/elsewhere", Load(1, 1, 1, 1))
+
+
+def test_the_command_prints_the_measurements(url: str) -> None:
+    words = ["bench-serve", url, "--num-prompts", "2", "--output-len", "2"]
+    for more in ([], ["--json"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 0 and "words" in done.output, done.output
 
 
 def test_percentiles_use_the_nearest_rank() -> None:

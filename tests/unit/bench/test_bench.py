@@ -24,6 +24,7 @@ from lancebill.bench import ceilings as rates
 from lancebill.bench import peers, timing, workload
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import check_output, expected_rows
+from lancebill.bench.first_forward import FirstForward, first_forward
 from lancebill.bench.peers_marlin import pad_halves
 from lancebill.bench.results import BenchCase, BenchRow, BenchSetup
 from lancebill.bench.run import run_benchmark
@@ -458,3 +459,10 @@ def test_marlin_pads_each_half_of_the_rows_by_itself() -> None:
     padded = pad_halves(rows, 2, 6, 4).view(2, 3, 4)
     assert torch.equal(padded[:, :2, :3].reshape(4, 3), rows)
     assert int(padded.sum()) == int(rows.sum())
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(SpecError, match="on a GPU"):
+        run_benchmark(BenchSetup(SHAPE, "mxfp4", tokens=(3,), host=True, repeats=1))
+    with pytest.raises(LaunchError, match="the measuring process failed"):
+        first_forward(FirstForward("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "unheard-of"))

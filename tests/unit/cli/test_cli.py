@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,8 +18,9 @@ from typer.testing import CliRunner, Result
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.cli import console as ui
+from lancebill.cli import engines
 from lancebill.cli.main import app
-from lancebill.errors import ranges
+from lancebill.errors import LaunchError, ranges
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.testing.checkpoints import Geometry, generate, save
@@ -349,6 +351,26 @@ def test_a_missing_config_is_named(model: Path, tmp_path: Path) -> None:
     (lone / "config.json").unlink()
     done = CliRunner().invoke(app, ["inspect", str(lone)])
     assert done.exit_code == 1 and "no config.json" in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_conversion_on_a_gpu_needs_one(model: Path, tmp_path: Path) -> None:
+    result = call("convert", model, tmp_path / "out", "--to", "mxfp4", "--device", "cuda", "--json")
+    assert result.exit_code == USAGE and parsed(result)["error"]["what"] == "no CUDA device is available"
+
+
+def test_sigterm_ends_a_block_as_an_exception_does() -> None:
+    with pytest.raises(SystemExit) as stopped, ui.cleans_up_on_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.code == 128 + signal.SIGTERM
+
+
+def test_a_server_that_does_not_start_or_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="did not start"), engines.running_server(["nowhere"]):
+        pass
+    monkeypatch.setattr(engines, "START_LIMIT", 0.0)
+    with pytest.raises(LaunchError, match="does not answer"), engines.running_server(["nowhere"]):
+        pass
 
 
 def test_markup_in_error_texts_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

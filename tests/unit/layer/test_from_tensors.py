@@ -13,7 +13,7 @@ from torch import Tensor
 from lancebill import ExpertTensors, ModelExperts, Placement, RoutedExperts
 from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.errors import CheckpointProblems, LancebillError, SpecError, WrongDtype, WrongShape
+from lancebill.errors import CheckpointProblems, LancebillError, LaunchError, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.layer.from_tensors import INTERLEAVED, ROW_ORDERS, UP_GATE
@@ -136,6 +136,8 @@ def test_an_engine_with_its_own_share_gives_an_expert_map() -> None:
     assert not part(x, topk_ids=away, topk_weights=weights).any()
     with pytest.raises(SpecError, match="expert map does not fit"):
         RoutedExperts.from_tensors(**{**options, "expert_map": [0, 2, -1]})
+    with pytest.raises(SpecError, match="cannot be split"):
+        RoutedExperts.from_tensors(**options, gpu_experts=1)
 
 
 def test_dense_experts_and_activations_without_a_gate() -> None:
@@ -145,6 +147,8 @@ def test_dense_experts_and_activations_without_a_gate() -> None:
         ExpertTensors(w13), ExpertTensors(w2), "bf16", top_k=2, activation="relu2_no_mul", backend="reference"
     )
     assert layer.problem.intermediate == 128 and layer.routing is None
+    with pytest.raises(LaunchError, match="has no routing"):
+        layer.route(torch.randn(3, 64), torch.randn(3, 4))
     x, ids, weights = make_inputs()
     x = x[:, :64].contiguous()
     got = layer(x, topk_ids=ids, topk_weights=weights)
@@ -173,6 +177,8 @@ def test_wrong_tensors_are_refused_with_all_reasons() -> None:
     refused(SpecError, "order of the rows", rows="down_up")
     refused(SpecError, "fewer than 8 bits", spec="fp8-channel")
     refused(SpecError, "unknown activation", activation="tanh")
+    refused(SpecError, "the activation is not known", activation=None)
+    refused(SpecError, "how many experts a token is routed to", top_k=None)
     refused(SpecError, "each matrix", spec={"w13": "mxfp4"})
     refused(SpecError, "share blocks", spec="fp8-block", rows=INTERLEAVED)
     refused(WrongDtype, "no checkpoint holds", w2=replace(w2, codes=w2.codes.to(torch.complex64)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lancebill.backends import base
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.errors import LaunchError, SpecError, WrongDtype
+from lancebill.errors import LaunchError, MissingTensor, SpecError, WrongDtype
 from lancebill.formats.base import Example
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import Device
@@ -217,6 +217,17 @@ def test_every_format_computes(fmt: object, example: Example) -> None:
     if up is not None and example.scheme.part("pre_quant_scale") is None and not example.bias:
         want = layer.problem.activation(torch.cat([x[0] @ gate.t(), x[0] @ up.t()])) @ down.t()
         torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_a_layer_computes_only_when_it_is_complete(tmp_path: Path) -> None:
+    made = make_checkpoint()
+    layer = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), 0, routing=Routing(2, expert_scale=True))
+    x, ids, weights = make_inputs()
+    with pytest.raises(LaunchError, match="a scale for each expert"):
+        layer.route(x, torch.randn(len(x), SIZE.experts))
+    layer.load_weights([next(iter(made.tensors.items()))])
+    with pytest.raises(MissingTensor, match="pushed but not finished"):
+        layer(x, topk_ids=ids, topk_weights=weights)
 
 
 def test_logits_with_a_wrong_expert_count_are_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.layer import collect
 from lancebill.layer.parts import pull
+from lancebill.layer.recipe import LoadOptions
 from lancebill.moe.activation import Activation
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 
@@ -267,3 +268,16 @@ def test_top_k_and_activation_of_the_engine_must_be_the_checkpoints() -> None:
             SpecError, match=r"layer 0, activation: .*expected silu, as .*; got (gelu|silu \(limit 7\))"
         ):
             _pull(made, activation=given)
+
+
+def test_what_needs_headers_says_so() -> None:
+    """Without them neither layers nor sizes are known."""
+    config = make_checkpoint("gptq").config
+    with pytest.raises(SpecError, match="gpu_memory is not known"):
+        ModelExperts(config, gpu_memory="1 GB")
+    with pytest.raises(SpecError, match="which layers have experts"):
+        ModelExperts(config).fill_random()
+    with pytest.raises(MissingTensor, match="headers of the checkpoint"):
+        ModelExperts(config).recipe(0)
+    with pytest.raises(SpecError, match="a number of experts or an amount of memory"):
+        LoadOptions(gpu_experts=1, gpu_memory="1 GB").split(4, 1000)

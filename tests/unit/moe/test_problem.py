@@ -15,7 +15,7 @@ from lancebill.checkpoint.load.load_experts import plan_layer
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.errors import SpecError, UnsupportedProblem
+from lancebill.errors import LaunchError, SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.stored import Config
 from lancebill.layer.recipe import unquantised_inputs
@@ -46,6 +46,8 @@ def test_only_gated_experts_have_twice_the_rows() -> None:
         shape = MatrixShape("w13", rows, columns, DENSE_BF16)
         with pytest.raises(SpecError, match="a matrix needs rows and columns"):
             Problem(shape, None, 2, 2, 2)
+    with pytest.raises(SpecError, match="a matrix has the wrong name"):
+        Problem(MatrixShape("w2", 64, 64, DENSE_BF16), None, 2, 2, 2)
 
 
 def test_equal_shapes_can_have_different_activations() -> None:
@@ -115,6 +117,11 @@ def test_missing_sizes_are_reported() -> None:
     assert any("the size of the experts follows neither from the config nor" in text for text in problems)
 
 
+def test_static_activations_need_a_scale() -> None:
+    with pytest.raises(LaunchError, match="an input scale from the checkpoint"):
+        round_activations(torch.ones(1, 32), parse_activation("fp8-static"))
+
+
 def test_devices_are_plain_values() -> None:
     assert parse_device("cpu") == Device("cpu") and str(parse_device("cpu")) == "cpu"
     assert parse_device("sm_90a") == parse_device("sm90") == Device("cuda", 90)
@@ -133,6 +140,8 @@ def test_a_gpu_may_count_as_an_older_one(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LANCEBILL_GPU", "sm_86")
     assert parse_device("cuda:0") == Device("cuda", 86, 0, 132) and parse_device("sm_90") == Device("cuda", 90)
     assert parse_device("cuda").torch == torch.device("cuda", 0)
+    with pytest.raises(SpecError, match="another GPU"):
+        _ = parse_device("sm_90").torch
     monkeypatch.setenv("LANCEBILL_GPU", "rtx")
     with pytest.raises(SpecError, match="LANCEBILL_GPU"):
         parse_device("cuda")

@@ -16,7 +16,7 @@ from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import E4M3, F32
 from lancebill.numbers.spec import ALL, CHANNEL, DIV, MXFP4, NVFP4, TENSOR, QuantSpec, Scale, Zero, group
 from lancebill.numbers.spec_names import parse_spec
-from lancebill.numbers.weight import LogicalWeight, same_bits, stack
+from lancebill.numbers.weight import LogicalWeight, same_bits, stack, stack_experts
 
 EXAMPLES = settings(max_examples=120, deadline=None)
 NAMES = st.sampled_from([*SPECS])
@@ -271,3 +271,8 @@ def test_spec_properties() -> None:
     assert NVFP4.map_blocks(1, 24).scales == (Scale(E4M3, group(8)), Scale(F32, TENSOR))
     assert parse_spec("fp8-channel").scales[0].block == CHANNEL
     assert parse_spec("fp8-block").stacked(192).scales[0].block == (64, 128)
+
+
+def test_experts_of_different_sizes_are_not_stacked() -> None:
+    with pytest.raises(WrongShape, match="experts of a layer must agree"):
+        stack_experts([quantize(torch.zeros(n, 32), MXFP4) for n in (4, 8)])

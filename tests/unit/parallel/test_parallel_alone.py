@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lancebill.backends.base import Reason
+from lancebill.backends.reference import Reference
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
-from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError
+from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.layer.parts import pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.dispatch import Indexed
 from lancebill.moe.placement import Placement
-from lancebill.moe.problem import BATCH_INVARIANT
-from lancebill.parallel import GATHER, ExpertParallel, Mesh
+from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.parallel import GATHER, ExpertParallel, Mesh, gather
 from lancebill.parallel.groups import OUTSIDE, RankGroup
 from lancebill.testing.checkpoints import Geometry, generate
 
@@ -102,6 +108,40 @@ def test_invalid_inputs_are_refused_before_anything_is_sent() -> None:
         not_a_member(x, topk_ids=ids, topk_weights=weights)
     with pytest.raises(LaunchError, match="outside"):
         outside.all_reduce(x)
+    with pytest.raises(LaunchError, match="outside the mesh"):
+        _ = not_a_member.assignment
+    with pytest.raises(LaunchError, match="more tokens than max_tokens"):
+        gather.forward(_load(), RankGroup(), 8, x, Indexed(ids, weights), x.dtype)
+
+
+def test_meshes_that_do_not_fit_are_refused() -> None:
+    experts = ExpertParallel(_load(), Mesh())
+    with pytest.raises(ShardError, match="tensor-parallel size"):
+        experts.resize(Mesh(tp=RankGroup(0, 2, (0, 1))))
+    with pytest.raises(ShardError, match="must come first"):
+        experts.resize(Mesh(ep=RankGroup(1, 2, (1, 0))))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ShardError, match="not the number of ranks"):
+            Mesh.make(tp=2)
+    finally:
+        dist.destroy_process_group()
+
+
+class _ByTokenOnly(Reference):
+    """A backend that cannot compute rows that are grouped by expert."""
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        if problem.dispatch == CONTIGUOUS:
+            yield Reason("dispatch", "only computes experts by token ids")
+
+
+def test_a_backend_without_grouped_rows_cannot_exchange_them() -> None:
+    layer = _load(Placement(ep_size=2))
+    assert layer.choice.chosen is not None
+    layer.choice = replace(layer.choice, chosen=replace(layer.choice.chosen, backend=_ByTokenOnly()))
+    with pytest.raises(UnsupportedProblem, match="grouped by expert"):
+        ExpertParallel(layer, Mesh(ep=RankGroup(0, 2, (0, 1))))
 
 
 def test_arrange_cannot_add_slots() -> None:

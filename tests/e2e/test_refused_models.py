@@ -1,0 +1,213 @@
+"""Models that are changed, or made differently, than we expect: each is refused with its reason."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny  # noqa: E402
+
+import lancebill  # noqa: E402
+from lancebill.backends.cpu.native import library  # noqa: E402
+from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
+from lancebill.cli.convert import run_conversion, target_of  # noqa: E402
+from lancebill.errors import CannotEncode, LaunchError, MissingTensor, UnsupportedFormat, UnsupportedProblem  # noqa: E402
+from lancebill.formats import registry  # noqa: E402
+from lancebill.integrations.transformers.experts_interface import ModuleExperts, problem_of  # noqa: E402
+from lancebill.integrations.transformers.fused_modules import FusedAttention  # noqa: E402
+from lancebill.integrations.transformers.native_decoder import native_decoder  # noqa: E402
+from lancebill.integrations.transformers.pack_in_memory import pack_experts  # noqa: E402
+from lancebill.integrations.transformers.packed_experts import (  # noqa: E402
+    PackedExperts,
+    expert_modules,
+    replace_experts,
+    set_activations,
+)
+from lancebill.integrations.transformers.packed_rest import RestReport  # noqa: E402
+from lancebill.integrations.transformers.pretrained import class_of, reload_experts  # noqa: E402
+from lancebill.integrations.transformers.saved_modules import rest_modules  # noqa: E402
+from lancebill.numbers.spec import MXFP4  # noqa: E402
+
+HIDDEN, EXPERTS = 64, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("refused") / "model"
+    assert tiny.save_model(transformers, "qwen3_moe", made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Any:
+    kinds = {"experts": "fp32", "rest": "fp32"}
+    weights = {"experts": "int8", "rest": "int8"}
+    return lancebill.from_pretrained(folder, weights=weights, activations=kinds, dtype="float32").eval()
+
+
+@pytest.fixture
+def ours(loaded: Any) -> Any:
+    return copy.deepcopy(loaded)
+
+
+@pytest.fixture
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+# ---- Experts as transformers has them
+
+
+def test_experts_that_are_not_replaced(theirs: Any) -> None:
+    _, _, module = next(expert_modules(theirs))
+    source = ModuleExperts.of(module)
+    with pytest.raises(UnsupportedProblem, match="contradict its config"):
+        problem_of(replace(source, gated=False), 2, 0)
+    with pytest.raises(UnsupportedProblem, match="experts interface"):
+        ModuleExperts.of(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedProblem, match="not where dbrx has them"):
+        replace_experts(theirs, {"model_type": "dbrx"})
+    with pytest.raises(UnsupportedProblem, match="the layer of these experts"):
+        list(expert_modules(nn.ModuleList([theirs])))
+    module._is_expert_parallel = True
+    with pytest.raises(UnsupportedProblem, match="expert parallelism"):
+        ModuleExperts.of(module)
+    module.has_post_expert_norm = True
+    with pytest.raises(UnsupportedProblem, match="a norm after each expert"):
+        list(expert_modules(theirs))
+
+
+def test_a_config_must_say_how_many_experts_a_token_has(theirs: Any) -> None:
+    for _, _, module in expert_modules(theirs):
+        module.config = transformers.PretrainedConfig()
+    with pytest.raises(UnsupportedFormat, match="how many experts"):
+        pack_experts(theirs, weights="int8")
+
+
+def test_a_config_without_a_language_model() -> None:
+    with pytest.raises(UnsupportedProblem, match="no causal language model"):
+        class_of(transformers.CLIPVisionConfig())
+
+
+# ---- Packed experts
+
+
+def test_experts_that_are_not_loaded(ours: Any) -> None:
+    place = PackedExperts(0)
+    rows, ids = torch.ones(1, HIDDEN), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(LaunchError, match="not loaded yet"):
+        place(rows, ids, torch.ones(1, 2))
+    with pytest.raises(LaunchError, match="not loaded yet"):
+        set_activations(nn.ModuleList([place]), "int8", torch.float32)
+    next(m for m in ours.modules() if isinstance(m, PackedExperts)).index = 9
+    with pytest.raises(MissingTensor, match="no experts for this layer"):
+        reload_experts(ours)
+
+
+def test_activations_that_cannot_be_changed(ours: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match="another layout"):
+        set_activations(ours, "nvfp4", torch.float32)
+    reload_experts(ours, gpu_experts=2)
+    with pytest.raises(UnsupportedProblem, match="host memory"):
+        set_activations(ours, "int8", torch.float32)
+
+
+def test_fused_attention_has_no_eager_form(ours: Any) -> None:
+    assert any(isinstance(module, FusedAttention) for module in ours.modules())
+    ours.config._attn_implementation = "eager"
+    with pytest.raises(LaunchError, match="no eager form"), torch.no_grad():
+        ours(torch.ones(1, 3, dtype=torch.int64))
+
+
+# ---- Saving
+
+
+def test_models_that_cannot_be_saved(folder: Path, ours: Any, tmp_path: Path) -> None:
+    report = RestReport(specs={"unheard_of": MXFP4}, requantized=("unheard_of",))
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(CannotEncode, match="another name for this module"):
+        list(rest_modules(ours, checkpoint, report, torch.bfloat16))
+    ours.lancebill_origin = None
+    with pytest.raises(CannotEncode, match=r"not loaded by lancebill\.from_pretrained"):
+        ours.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_that_keep_numbers_which_the_format_would_change(folder: Path, tmp_path: Path) -> None:
+    example = next(e for e in registry()["gptq"].examples() if "actorder" in e.name)
+    quant = {**example.config.quant, "modules_in_block_to_quantize": [["mlp.experts"]]}
+    tiny.quantized_copy(folder, tmp_path / "ordered", tmp_path / "plain", quant, example.scheme, _is_expert)
+    run_conversion(folder, tmp_path / "wide", target_of("int4-g32:fp32", "compressed-tensors"), {})
+    for source, fmt, message in (("ordered", None, "cannot be saved beside"), ("wide", "gptq", "would round")):
+        model = lancebill.from_pretrained(tmp_path / source, weights={"rest": "int8"})
+        with pytest.raises(CannotEncode, match=message):
+            model.save_pretrained(tmp_path / "out", format=fmt)
+
+
+def _is_expert(module: str) -> bool:
+    return ".experts." in module
+
+
+def test_what_no_fast_backend_computes_is_dequantised(folder: Path) -> None:
+    rules = {"rest": {"lm_head": "mxfp6-e3m2"}}
+    model = lancebill.from_pretrained(folder, weights=rules, activations={"rest": "nvfp4"})
+    assert "no fast backend" in model.lancebill_rest.dequantized["lm_head"]
+
+
+def test_projections_with_different_inputs_are_not_joined(folder: Path) -> None:
+    kinds = {"rest": {"*.q_proj": "int8", "*": "fp32"}}
+    model = lancebill.from_pretrained(folder, weights={"rest": "int8"}, activations=kinds, dtype="float32")
+    assert not any(isinstance(module, FusedAttention) for module in model.modules())
+
+
+# ---- Native decode steps
+
+
+def _mlp(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def _attention(model: Any) -> Any:
+    return model.model.layers[0].self_attn
+
+
+def _gated() -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(HIDDEN, HIDDEN) for name in ("gate_proj", "up_proj", "down_proj")})
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "no list of layers": lambda model: model.model.register_module("more", nn.ModuleList([nn.Linear(1, 1)])),
+    "without rotary positions": lambda model: model.model.register_module("rotary_emb", nn.Identity()),
+    "more than a scale and a window": lambda model: _attention(model).how.update(softcap=30.0),
+    "norms of queries and keys": lambda model: setattr(_attention(model), "k_norm", None),
+    "more than one set of experts": lambda model: _mlp(model).register_module("more", PackedExperts(0)),
+    "more than one shared expert": lambda model: [_mlp(model).register_module(n, _gated()) for n in ("a", "b")],
+    "without gate, up and down": lambda model: model.model.layers[0].register_module("mlp", nn.Linear(HIDDEN, HIDDEN)),
+    "without one router": lambda model: _mlp(model).register_module("more", nn.Linear(HIDDEN, EXPERTS)),
+    "do not read": lambda model: model.set_output_embeddings(nn.Bilinear(HIDDEN, HIDDEN, 128)),
+}
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("reason", CHANGES)
+def test_why_a_changed_model_has_no_native_steps(reason: str, ours: Any) -> None:
+    assert not isinstance(native_decoder(ours), str)
+    CHANGES[reason](ours)
+    assert reason in str(native_decoder(ours))
+
+
+def test_without_kernels_there_are_no_native_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lancebill.integrations.transformers.native_decoder.library", lambda: None)
+    assert native_decoder(SimpleNamespace()) == "the CPU kernels are not built"
