@@ -45,6 +45,8 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 MAMBA = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
+FACTORS = {"rope_type": "longrope", "rope_theta": 5e5, "original_max_position_embeddings": 64, "attention_factor": 1.0}
+FACTORS |= {key: [1.0, 1.0, 1.0, 2.5, 4.0, 8.0, 8.0, 8.0] for key in ("short_factor", "long_factor")}
 # Architecture, transformers' model type, and config.
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
@@ -54,6 +56,8 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     # Half of a head's columns are rotated, a bias corrects the routing.
     ("minimax-m2", "minimax_m2", {**LOCAL, "rotary_dim": 8}),
     ("llama", "mixtral", LOCAL),
+    ("llama4", "llama4_text", {**LOCAL, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+                               "num_hidden_layers": 4, "num_experts_per_tok": 1, "rope_parameters": FACTORS}),
     ("olmoe", "olmoe", {"num_experts": 8, "intermediate_size": 32, "num_key_value_heads": 4}),
     ("glm4moe", "glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
     ("bailingmoe2", "glm4_moe", {**GROUPED, "use_qk_norm": True, "n_group": 4, "topk_group": 2,

@@ -17,7 +17,7 @@ METADATA = {
     "block_count": ["num_hidden_layers"],
     "context_length": ["max_position_embeddings"],
     "embedding_length": ["hidden_size"],
-    "feed_forward_length": ["intermediate_size"],
+    "feed_forward_length": ["intermediate_size_mlp", "intermediate_size"],
     "head_count": ["num_attention_heads"],
     "vocab_size": ["vocab_size"],
     "layer_norm_rms_eps": ["rms_norm_eps", "norm_eps", "layer_norm_epsilon"],
@@ -34,7 +34,7 @@ METADATA = {
     "expert_weights_scale": ["routed_scaling_factor", "route_scale"],
     "expert_weights_norm": ["norm_topk_prob"],
     "leading_dense_block_count": ["first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"],
-    "interleave_moe_layer_step": ["moe_layer_interval"],
+    "interleave_moe_layer_step": ["moe_layer_interval", "interleave_moe_layer_step"],
     "sliding_window": ["sliding_window"],
     "attention_scale": ["attention_multiplier"],
     "embedding_scale": ["embedding_multiplier"],
@@ -86,6 +86,9 @@ def write(
                 view.copy_(written.reshape(view.shape))
     if extra is not None:
         add(out, extra, torch.ones(4))
+    factors = (config.rope_parameters or {}).get("long_factor") if "rope_parameters" in config.to_dict() else None
+    if factors is not None:
+        out.add_tensor("rope_freqs.weight", torch.tensor(factors).numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -157,7 +160,7 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
         yield f"blk.{name.split('.')[2]}.{EXPERTS[part]}", ".weight", view, tuple(view.shape)
         return
     if ".experts." in name:
-        for part, suffix, view in _experts(name.rpartition(".")[2], tensor, config.model_type == "gpt_oss"):
+        for part, suffix, view in _experts(name.rpartition(".")[2], tensor, config.model_type):
             yield f"blk.{name.split('.')[2]}.{EXPERTS[part]}", suffix, view, tuple(view.shape)
         return
     stem, suffix = name, ".weight"
@@ -194,14 +197,12 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
         yield stem, suffix, tensor, shape
 
 
-def _experts(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """gpt-oss has gate and up in turns, and all matrices transposed."""
+def _experts(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, str, Tensor]]:
+    """gpt-oss and Llama-4 have all matrices transposed, gpt-oss has gate and up in turns."""
     suffix = ".bias" if name.endswith("_bias") else ".weight"
-    if transposed:
-        tensor = tensor if suffix == ".bias" else tensor.transpose(1, 2)
-        halves = (tensor[:, ::2], tensor[:, 1::2])
-    else:
-        halves = tensor.chunk(2, 1)
+    if family in ("gpt_oss", "llama4_text") and suffix == ".weight":
+        tensor = tensor.transpose(1, 2)
+    halves = (tensor[:, ::2], tensor[:, 1::2]) if family == "gpt_oss" else tensor.chunk(2, 1)
     if not name.startswith("gate_up"):
         yield name.partition("_")[0], suffix, tensor  # down, or up where there is no gate
         return

@@ -55,6 +55,22 @@ QWEN2_SHARED_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forw
 
 ATTENTION_ROWS: dict[str, GgufRow] = {
     "llama": GgufRow("mixtral", keys=LOCAL, orders=PAIRS),
+    "llama4": GgufRow(
+        "llama4_text",
+        {
+            "ffn_gate_inp": "feed_forward.router",
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {
+            **LOCAL,
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        choices={"use_qk_norm": ("expert_count", {128: False}, True)},  # not in the metadata: Maverick has none
+        factors=True,
+    ),
     "qwen2moe": GgufRow(
         "qwen2_moe",
         QWEN2_SHARED,

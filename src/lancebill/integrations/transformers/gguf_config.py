@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.gguf import read_metadata
 from lancebill.errors import MalformedFile, UnsupportedProblem
-from lancebill.integrations.transformers.gguf_row import EMBEDDING, KEYS, OUTPUT, UNBOUNDED, GgufRow
+from lancebill.integrations.transformers.gguf_row import EMBEDDING, FACTORS, KEYS, OUTPUT, UNBOUNDED, GgufRow
 from lancebill.integrations.transformers.gguf_rows import ROWS
 
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
@@ -75,6 +75,8 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
         values |= dict(zip(keys, _period(checkpoint, name, layers)))
     if row.layer_tensors:
         values[row.layer_key] = _layer_types(checkpoint, row, layers)
+    if row.factors and FACTORS in checkpoint.tensors:
+        values["rope_parameters"] |= _factors(checkpoint, values)
     values |= {
         "num_hidden_layers": layers,
         "vocab_size": _vocabulary(checkpoint),
@@ -96,7 +98,8 @@ def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
         if file.number(heads) is not None:
             file.need(heads)
     values |= {key: file.need(over) // file.need(under) for key, (over, under) in row.ratios.items()}
-    values |= {key: zero if file.number(stored) == 0 else other for key, (stored, zero, other) in row.choices.items()}
+    for key, (stored, cases, other) in row.choices.items():
+        values[key] = cases.get(file.number(stored), other)
     if row.latent:
         values |= _latent_sizes(file, values)
     if row.kinds is not None:
@@ -184,6 +187,18 @@ def _vocabulary(checkpoint: Checkpoint) -> int:
     if embedding is None:
         raise MalformedFile("the file has no embedding", where=str(checkpoint.path), expected=EMBEDDING)
     return embedding.stored.shape[0]
+
+
+def _factors(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored factors of the frequencies of rotary positions, in transformers' words for any list of factors."""
+    factors = checkpoint.read(FACTORS).float()
+    if factors.shape != (values["head_dim"] // 2,) or not (factors > 0).all() or not factors.isfinite().all():
+        expected = f"{values['head_dim'] // 2} positive numbers"
+        raise MalformedFile("these factors cannot be used", where=FACTORS, expected=expected, got=list(factors.shape))
+    listed = dict.fromkeys(("short_factor", "long_factor"), factors.tolist())
+    length = values["max_position_embeddings"]
+    neutral = {"factor": 1.0, "attention_factor": 1.0}
+    return {"rope_type": "longrope", **listed, "original_max_position_embeddings": length, **neutral}
 
 
 def _latent_sizes(file: _File, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ RECURRENT_ROWS: dict[str, GgufRow] = {
         values={"ssm_a": log_of_negated},
         present={"mamba_conv_bias": "ssm_conv1d.bias"},
         ratios={"mamba_expand": ("ssm.inner_size", "embedding_length")},
-        choices={"position_embedding_type": ("rope.scaling.finetuned", None, "rope")},
+        choices={"position_embedding_type": ("rope.scaling.finetuned", {0: None}, "rope")},
         layer_tensors={"ssm_a": "mamba", "attn_q.weight": "attention"},
     ),
     "jamba": GgufRow(

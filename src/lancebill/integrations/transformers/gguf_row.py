@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lancebill.integrations.transformers.gguf_changes import Change, Order
 
-EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+EMBEDDING, OUTPUT, FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 WHOLE = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.embedding_norm",
@@ -55,11 +55,11 @@ class GgufRow:
     module what llama.cpp changes about it (`gguf_changes.py`).
 
     `fixed` are config values that the metadata may not have; `present` are true where a tensor of any layer is stored;
-    `ratios` are quotients of two numbers of the metadata; `choices` have a key of the metadata, and the values for 0
-    and for anything else. `required` are metadata without which the model would compute something else. `variant` is
-    another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell the type of a layer
-    by a tensor that only layers of that type have; `periods` are the keys for the distance and the first of the layers
-    that have a tensor. A key of the config with a dot is one of a section.
+    `ratios` are quotients of two numbers of the metadata; `choices` have a key of the metadata, the values for some of
+    its numbers, and the value for all others. `required` are metadata without which the model would compute something
+    else. `variant` is another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell
+    the type of a layer by a tensor that only layers of that type have; `periods` are the keys for the distance and the
+    first of the layers that have a tensor. A key of the config with a dot is one of a section.
     """
 
     model_type: str
@@ -71,7 +71,7 @@ class GgufRow:
     divided: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    choices: Mapping[str, tuple[str, object, object]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, Mapping[int, object], object]] = field(default_factory=dict)
     rotary: Mapping[str, object] = field(default_factory=dict)  # as `fixed`, of the rotary positions
     required: Mapping[str, object] = field(default_factory=dict)
     variant: tuple[str, str] | None = None
@@ -79,6 +79,7 @@ class GgufRow:
     columns: Mapping[str, Order] = field(default_factory=dict)
     values: Mapping[str, Change] = field(default_factory=dict)
     latent: bool = False  # keys and values are projected from a latent vector (MLA)
+    factors: bool = False  # frequencies of rotary positions may be divided by stored factors
     partial: bool = False  # only some columns of a head may be rotated
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     layer_key: str = "layer_types"  # of the config

@@ -38,22 +38,39 @@ class PackedExperts(nn.Module):
         self.experts: RoutedExperts | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if self.experts is None:
-            raise LaunchError("the experts are not loaded yet", where=layer_name(self.index, self.mixture))
+        experts = self._loaded()
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids, weights = (tensor.reshape(-1, top_k_index.shape[-1]) for tensor in (top_k_index, top_k_weights))
-        if self.experts.routing is not None and self.experts.routing.zero_experts:
-            is_zero = ids >= self.experts.problem.global_experts
-            kept = forward_only(self.experts, rows, ids.masked_fill(is_zero, -1), weights.masked_fill(is_zero, 0))
+        if experts.routing is not None and experts.routing.zero_experts:
+            is_zero = ids >= experts.problem.global_experts
+            kept = forward_only(experts, rows, ids.masked_fill(is_zero, -1), weights.masked_fill(is_zero, 0))
             out = kept + rows * weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True)
         else:
-            out = forward_only(self.experts, rows, ids, weights)
+            out = forward_only(experts, rows, ids, weights)
         return out.view(hidden_states.shape)
+
+    def _loaded(self) -> RoutedExperts:
+        if self.experts is None:
+            raise LaunchError("the experts are not loaded yet", where=layer_name(self.index, self.mixture))
+        return self.experts
 
     @property
     def report(self) -> LoadReport | None:
         """The report of loading this layer."""
         return None if self.experts is None else self.experts.report
+
+
+class PackedSortedExperts(PackedExperts):
+    """For experts that are called with all rows for each of them, one expert after the other (Llama-4).
+
+    The model has multiplied the rows by the routing weights: those of other experts are 0, and are left out.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        experts = self._loaded().problem.global_experts
+        ids = torch.arange(experts, device=hidden_states.device).repeat_interleave(hidden_states.shape[0] // experts)
+        ids = ids.masked_fill(~hidden_states.any(dim=-1), -1)
+        return super().forward(hidden_states, ids[:, None], torch.ones_like(ids[:, None], dtype=torch.float32))
 
 
 def forward_only(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
@@ -92,6 +109,16 @@ def takes_routed_rows(module: nn.Module) -> bool:
     return uses_interface(module) or set(signature(module.forward).parameters) >= _ROUTED_ARGUMENTS
 
 
+def _takes_rows(module: nn.Module) -> bool:
+    return takes_routed_rows(module) or takes_sorted_rows(module)
+
+
+def takes_sorted_rows(module: nn.Module) -> bool:
+    """Whether this module has the matrices of all experts and is called with nothing but rows for each of them."""
+    stacked = [parameter.ndim == 3 for parameter in module.parameters(recurse=False)]
+    return len(stacked) > 1 and all(stacked) and [*signature(module.forward).parameters] == ["hidden_states"]
+
+
 def has_post_expert_norm(module: nn.Module) -> bool:
     """Whether an experts module applies a norm after each expert. Older transformers lack the attribute."""
     return bool(getattr(module, "has_post_expert_norm", False))
@@ -99,7 +126,7 @@ def has_post_expert_norm(module: nn.Module) -> bool:
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
     """All experts modules with their names and layer indices; raises if there are none that we can replace."""
-    modules = [(name, module) for name, module in model.named_modules() if takes_routed_rows(module)]
+    modules = [(name, module) for name, module in model.named_modules() if _takes_rows(module)]
     if not modules:
         raise UnsupportedProblem(
             "this model has no experts, or does not use transformers' experts interface, so they cannot be replaced",
@@ -121,15 +148,18 @@ def replace_experts(model: nn.Module, config: Mapping[str, Any]) -> None:
     modules = list(expert_modules(model))
     naming = find_family(config)
     found = [
-        (name, index, row.mixture) for name, index, _ in modules for row in naming.mixtures if row.has_experts_in(name)
+        (name, PackedSortedExperts if takes_sorted_rows(module) else PackedExperts, index, row.mixture)
+        for name, index, module in modules
+        for row in naming.mixtures
+        if row.has_experts_in(name)
     ]
     if not found:
         what = f"the experts of this model are not where {naming.family} has them"
         raise UnsupportedProblem(what, where=modules[0][0], expected=" or ".join(form.home for form in naming.forms))
-    for name, index, mixture in found:
+    for name, kind, index, mixture in found:
         parent, _, leaf = name.rpartition(".")
         block: Any = model.get_submodule(parent)
-        block.register_module(leaf, PackedExperts(index, mixture))
+        block.register_module(leaf, kind(index, mixture))
         block._is_hf_initialized = True
     _forget_ties(model)
 
