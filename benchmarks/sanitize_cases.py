@@ -170,7 +170,7 @@ def compute(case: Case) -> Any:
     elif case.dispatch == "batched":
         x, routed, _ = to_batched(x, routed, case.experts, case.tokens)
         x = x.nan_to_num(0.0)
-    moved = type(routed)(*(tensor.cuda() for tensor in vars(routed).values()))
+    moved = type(routed)(*(tensor if tensor is None else tensor.cuda() for tensor in vars(routed).values()))
     fill = float("nan") if isinstance(routed, Indexed) else 0.0
     shape = (*x.shape[:-1], problem.w13.n if problem.w2 is None else problem.hidden)
     out = torch.full(shape, fill, dtype=x.dtype).cuda()
