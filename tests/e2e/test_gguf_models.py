@@ -81,6 +81,9 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
         "mamba_dt_rank": 32,
     }),
+    ("phimoe", "phimoe", {**LOCAL, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
+                          "rope_parameters": {**FACTORS, "short_mscale": 1.1, "long_mscale": 1.1,
+                                              "original_max_position_embeddings": 32, "attention_factor": 1.1}}),
     ("dbrx", "dbrx", {
         "d_model": 64, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 5e5},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3},

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import torch
-from tiny_gguf_changes import changed, delta_heads, flat_config, layer_types, merged, tiled_heads
+from tiny_gguf_changes import add_factors, changed, delta_heads, flat_config, layer_types, merged, tiled_heads
 from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -86,9 +86,7 @@ def write(
                 view.copy_(written.reshape(view.shape))
     if extra is not None:
         add(out, extra, torch.ones(4))
-    factors = (config.rope_parameters or {}).get("long_factor") if "rope_parameters" in config.to_dict() else None
-    if factors is not None:
-        out.add_tensor("rope_freqs.weight", torch.tensor(factors).numpy())
+    add_factors(out, config)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()

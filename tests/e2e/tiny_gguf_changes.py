@@ -30,6 +30,18 @@ def flat_config(values: dict[str, Any]) -> dict[str, Any]:
     return {**values["attn_config"], **values["ffn_config"], **values, **renamed, **inner}
 
 
+def add_factors(out: Any, config: Any) -> None:
+    """Factors of the frequencies of rotary positions are tensors."""
+    rotary = config.to_dict().get("rope_parameters") or {}
+    if config.model_type == "phimoe":
+        out.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
+        out.add_rope_scaling_attn_factors(rotary["attention_factor"])
+    for key in [key for key in ("short_factor", "long_factor") if key in rotary]:
+        name = f"rope_factors_{key.removesuffix('_factor')}" if config.model_type == "phimoe" else "rope_freqs"
+        if name != "rope_freqs" or key == "long_factor":
+            out.add_tensor(f"{name}.weight", torch.tensor(rotary[key]).numpy())
+
+
 def layer_types(values: Mapping[str, Any]) -> list[str]:
     if "attn_layer_period" not in values:
         return values.get("layer_types") or []

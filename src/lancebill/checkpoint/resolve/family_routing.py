@@ -340,6 +340,7 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
     "minimax-m2": _gguf({**_GGUF_SIGMOID, "renormalize": True}),
     "nemotron_h_moe": _gguf(_GGUF_SIGMOID, _RELU2),
     "jamba": _gguf({"scoring": SOFTMAX}),
+    "phimoe": replace(ROWS["phimoe"], keys=()),  # as published: llama.cpp routes by a softmax
     "dbrx": _gguf(_SOFTMAX_NORMED),
     "granitemoe": _gguf(_SOFTMAX_NORMED),
     "granitehybrid": _gguf(_SOFTMAX_NORMED),

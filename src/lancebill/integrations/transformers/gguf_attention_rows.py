@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lancebill.integrations.transformers.gguf_changes import PAIRS, QUERIES_KEYS_VALUES
-from lancebill.integrations.transformers.gguf_row import GgufRow
+from lancebill.integrations.transformers.gguf_row import GgufRow, StoredFactors
 
 
 def shared_names(module: str) -> dict[str, str]:
@@ -69,7 +69,7 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         choices={"use_qk_norm": ("expert_count", {128: False}, True)},  # not in the metadata: Maverick has none
-        factors=True,
+        factors=StoredFactors("rope_freqs.weight", "rope_freqs.weight"),
     ),
     "qwen2moe": GgufRow(
         "qwen2_moe",
@@ -80,6 +80,13 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
     "qwen3moe": GgufRow("qwen3_moe", keys={**EXPERTS, **INNER}, fixed={"norm_topk_prob": True}),
     # The language model: images have a file of their own. Without them it computes what Qwen3 does.
     "qwen3vlmoe": GgufRow("qwen3_moe", keys={**EXPERTS, **INNER}, fixed={"norm_topk_prob": True}),
+    "phimoe": GgufRow(
+        "phimoe",
+        {"ffn_gate_inp": "mlp.router"},
+        {**LOCAL, "sliding_window": "attention.sliding_window"},
+        present={"attention_bias": "attn_q.bias", "lm_head_bias": "output.bias"},
+        factors=StoredFactors("rope_factors_short.weight", "rope_factors_long.weight", ("short_mscale", "long_mscale")),
+    ),
     "dbrx": GgufRow(
         "dbrx",
         {

@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.gguf import read_metadata
 from lancebill.errors import MalformedFile, UnsupportedProblem
-from lancebill.integrations.transformers.gguf_row import EMBEDDING, FACTORS, KEYS, OUTPUT, UNBOUNDED, GgufRow
+from lancebill.integrations.transformers.gguf_row import (
+    EMBEDDING,
+    KEYS,
+    OUTPUT,
+    UNBOUNDED,
+    GgufRow,
+    StoredFactors,
+)
 from lancebill.integrations.transformers.gguf_rows import ROWS
 
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
@@ -70,13 +78,13 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     last = f"blk.{layers - 1}."
     values = _values(file, row, layers)
     for key, name in row.present.items():
-        values[key] = any(_layers_with(checkpoint, name, layers))
+        values[key] = name in checkpoint.tensors or any(_layers_with(checkpoint, name, layers))
     for name, keys in row.periods.items():
         values |= dict(zip(keys, _period(checkpoint, name, layers)))
     if row.layer_tensors:
         values[row.layer_key] = _layer_types(checkpoint, row, layers)
-    if row.factors and FACTORS in checkpoint.tensors:
-        values["rope_parameters"] |= _factors(checkpoint, values)
+    if row.factors is not None and row.factors.short in checkpoint.tensors:
+        values["rope_parameters"] |= _factors(checkpoint, file, row.factors, values["head_dim"] // 2)
     values |= {
         "num_hidden_layers": layers,
         "vocab_size": _vocabulary(checkpoint),
@@ -94,6 +102,7 @@ def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
     """The config's values that the metadata and the row give."""
     found = {key: file.number(stored) for key, stored in {**KEYS, **row.keys}.items()}
     values = {**row.fixed, **{key: value for key, value in found.items() if value is not None}}
+    values |= {"sliding_window": None} if values.get("sliding_window") == 0 else {}
     for heads in ("attention.head_count", "attention.head_count_kv"):
         if file.number(heads) is not None:
             file.need(heads)
@@ -189,16 +198,18 @@ def _vocabulary(checkpoint: Checkpoint) -> int:
     return embedding.stored.shape[0]
 
 
-def _factors(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:
+def _factors(checkpoint: Checkpoint, file: _File, stored: StoredFactors, count: int) -> dict[str, Any]:
     """Stored factors of the frequencies of rotary positions, in transformers' words for any list of factors."""
-    factors = checkpoint.read(FACTORS).float()
-    if factors.shape != (values["head_dim"] // 2,) or not (factors > 0).all() or not factors.isfinite().all():
-        expected = f"{values['head_dim'] // 2} positive numbers"
-        raise MalformedFile("these factors cannot be used", where=FACTORS, expected=expected, got=list(factors.shape))
-    listed = dict.fromkeys(("short_factor", "long_factor"), factors.tolist())
-    length = values["max_position_embeddings"]
-    neutral = {"factor": 1.0, "attention_factor": 1.0}
-    return {"rope_type": "longrope", **listed, "original_max_position_embeddings": length, **neutral}
+    original = file.number("rope.scaling.original_context_length") or file.need("context_length")
+    scale = float(file.number("rope.scaling.attn_factor") or 1.0)
+    made = {"rope_type": "longrope", "factor": 1.0, "attention_factor": scale, **dict.fromkeys(stored.scales, scale)}
+    for key, name in (("short_factor", stored.short), ("long_factor", stored.long)):
+        factors = checkpoint.read(name).float() if name in checkpoint.tensors else torch.empty(0)
+        if factors.shape != (count,) or not (factors > 0).all() or not factors.isfinite().all():
+            what = "these factors of rotary frequencies cannot be used"
+            raise MalformedFile(what, where=f"{file.where}: {name}", expected=f"{count} positive numbers")
+        made[key] = factors.tolist()
+    return {**made, "original_max_position_embeddings": original}
 
 
 def _latent_sizes(file: _File, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lancebill.formats.base import Module
 from lancebill.integrations.transformers.gguf_changes import Order
 from lancebill.integrations.transformers.gguf_config import config_of as config_of
 from lancebill.integrations.transformers.gguf_config import row_of
-from lancebill.integrations.transformers.gguf_row import FACTORS, NAMES, WHOLE, GgufRow
+from lancebill.integrations.transformers.gguf_row import NAMES, WHOLE, GgufRow
 from lancebill.integrations.transformers.other_tensors import LazyTensor
 from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 from lancebill.numbers.codec import dequantize
@@ -42,7 +42,7 @@ def lazy_tensors(
     further = tuple(f"blk.{layers + i}." for i in range(checkpoint.config.model.get("num_nextn_predict_layers", 0)))
     others = {name for name in checkpoint.tensors if name not in experts and not name.startswith(further)}
     tensors: dict[str, LazyTensor] = {}
-    used = {FACTORS} if row.factors else set()  # which the config has
+    used = set[str]() if row.factors is None else {row.factors.short, row.factors.long}  # which the config has
     for stored, name, read in _plan(checkpoint, row, layers, model, dtype):
         if others.issuperset(stored) and name in expected and name not in tensors:
             used.update(stored)

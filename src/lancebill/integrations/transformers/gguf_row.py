@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lancebill.integrations.transformers.gguf_changes import Change, Order
 
-EMBEDDING, OUTPUT, FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 WHOLE = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.embedding_norm",
@@ -47,6 +47,18 @@ UNBOUNDED = {"context_length", "attention.sliding_window", "rope.scaling.origina
 
 
 @dataclass(frozen=True)
+class StoredFactors:
+    """Tensors, which a file may have, of factors that divide the frequencies of rotary positions.
+
+    `scales` are keys of the config for the factor of cosines and sines.
+    """
+
+    short: str  # for texts of up to the original length
+    long: str
+    scales: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GgufRow:
     """How one architecture is a model of transformers.
 
@@ -79,7 +91,7 @@ class GgufRow:
     columns: Mapping[str, Order] = field(default_factory=dict)
     values: Mapping[str, Change] = field(default_factory=dict)
     latent: bool = False  # keys and values are projected from a latent vector (MLA)
-    factors: bool = False  # frequencies of rotary positions may be divided by stored factors
+    factors: StoredFactors | None = None
     partial: bool = False  # only some columns of a head may be rotated
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     layer_key: str = "layer_types"  # of the config
