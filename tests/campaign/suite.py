@@ -34,8 +34,9 @@ from figures import FIGURES, Target
 NOT_HERE = ("tests/gpu", "tests/with_vllm", "tests/with_tools", "tests/campaign")  # need other machines or packages
 # What runs only on a GPU, or only beside packages that the suite does not need.
 NEED_MORE = (
-    "*/kernels/*", "*/jit/driver.py", "*/jit/graph.py", "*/jit/load.py", "*/backends/humming/*", "*/bench/peers_*",
-    "*/integrations/vllm/*",
+    "*/kernels/*", "*/jit/driver.py", "*/jit/graph.py", "*/jit/load.py", "*/split/gpu_queues.py",
+    "*/split/copy_lane.py", "*/split/measure_rates.py", "*/bench/sustained.py", "*/backends/humming/*",
+    "*/bench/peers_*", "*/integrations/vllm/*",
 )  # fmt: skip
 STOPPED = "stopped"
 
