@@ -442,3 +442,11 @@ def test_oracle_choice_and_rejection_reasons() -> None:
     codebook = layer_problem("nf4", "fp32", hidden=64, intermediate=64, experts=2, top_k=1)
     assert "rounded to 14 bits" in reasons(codebook)
     assert oracle.select(dense, CPU).backend.name == "torch-cpu"
+
+
+def test_inputs_that_are_no_floats_are_refused() -> None:
+    case = next(case for case in judge.cases() if not list(BACKEND.reasons(case.problem, CPU)))
+    packed = judge.pack_weights(BACKEND, case, CPU)
+    plan, routed = BACKEND.plan(case.problem, len(case.x), CPU), Indexed(case.routed.ids, case.routed.weights)
+    with pytest.raises(LaunchError, match="take floats"):
+        BACKEND.run(plan, case.x.double(), routed, packed, torch.empty_like(case.x))

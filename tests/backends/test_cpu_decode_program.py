@@ -13,6 +13,8 @@ from lancebill.backends.cpu.decode_program import DecodeHeads, DecodeProgram, De
 from lancebill.backends.cpu.native import Library, library
 from lancebill.errors import UnsupportedProblem
 from lancebill.moe.activation import Activation
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routing
 
 NATIVE = library()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the CPU kernels are not built")
@@ -129,3 +131,11 @@ def test_attention(level: object, dtype: torch.dtype, queries: int, keys: int, d
         torch.testing.assert_close(found[row].double(), want.flatten(), rtol=1e-5, atol=1e-5)
         alone = attended(level, dtype, heads, qkv[row : row + 1], caches, [(which, position)])
         assert torch.equal(alone[0], found[row])
+
+
+def test_routing_that_a_step_cannot_do_is_refused() -> None:
+    steps = program(LEVELS[0], 1)
+    x, logits = steps.buffer("x", 32), steps.buffer("logits", 4)
+    routing = Routing(2, expert_scale=True)
+    with pytest.raises(UnsupportedProblem, match="cannot route like this"):
+        steps.experts(x, logits, routing, RouterTensors(), None, x)  # type: ignore[arg-type]

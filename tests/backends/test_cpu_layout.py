@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,5 +149,7 @@ def test_nan_codes_are_rejected() -> None:
     _, shape, weight, packed = packed_weight(parse_spec("fp8-channel"), 32, 64, gated=False)
     layout = CpuLayout(Problem(shape, None, 1, 1, 1))
     weight.codes[3, 5] = 0x7F
-    with pytest.raises(BadValue, match="NaN or infinite"):
-        layout.pack(shape, weight, {name: t[0] for name, t in packed.items()})
+    by_column = replace(weight, stored=weight.codes.t().contiguous().t())  # which the library does not read
+    for given in (weight, by_column):
+        with pytest.raises(BadValue, match="NaN or infinite"):
+            layout.pack(shape, given, {name: t[0] for name, t in packed.items()})

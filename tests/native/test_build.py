@@ -24,6 +24,14 @@ choice = oracle.select(problem, Device("cpu"), tokens=1)
 print(choice.backend.name)
 print(choice.table())
 """
+RUN_ANYWAY = """
+from lancebill.backends.cpu import BACKEND
+from lancebill.errors import LaunchError
+try:
+    BACKEND.executor(None, None, None)
+except LaunchError as error:
+    print(error)
+"""
 
 
 def run_python(code: str, **variables: str) -> str:
@@ -37,6 +45,7 @@ def test_switched_off_kernels_fall_back_to_torch_cpu() -> None:
     output = run_python(PRINT_CHOICE, LANCEBILL_NATIVE="off")
     assert output.startswith("torch-cpu\n")
     assert "cpu: switched off (LANCEBILL_NATIVE=off)" in output
+    assert "switched off" in run_python(RUN_ANYWAY, LANCEBILL_NATIVE="off")
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
@@ -100,3 +109,8 @@ def test_stale_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "other sources" in native.state().why
     finally:
         native.state.cache_clear()
+
+
+def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildFailed, match="No such file"):
+        build.build(build.NUMBERS, tmp_path / "lib.so", cxx=str(tmp_path / "c++"))

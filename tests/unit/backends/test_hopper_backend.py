@@ -286,6 +286,15 @@ def test_arguments_the_kernels_cannot_take_are_refused() -> None:
     ):
         with pytest.raises(LaunchError, match=match):
             check_call(plan, *given)
+    edges = torch.zeros(9, dtype=torch.int64)
+    for form, given, match in (
+        (CONTIGUOUS, Contiguous(edges), "offsets do not fit"),
+        (BATCHED, Batched(edges.int()), "counts do not fit"),
+        (BATCHED, Contiguous(edges), "for batched work"),
+    ):
+        rows = x if form == CONTIGUOUS else x.expand(plan.problem.experts, *x.shape)
+        with pytest.raises(LaunchError, match=match):
+            check_call(make_plan(replace(plan.problem, dispatch=form), 3), rows, given, rows)
 
 
 def test_moved_scales_change_the_addresses_of_a_program() -> None:

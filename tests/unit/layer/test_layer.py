@@ -15,6 +15,7 @@ from lancebill.backends import base
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import LaunchError, MissingTensor, SpecError, WrongDtype
 from lancebill.formats.base import Example
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import Device
 from lancebill.moe.routing import Routing
@@ -225,6 +226,8 @@ def test_a_layer_computes_only_when_it_is_complete(tmp_path: Path) -> None:
     x, ids, weights = make_inputs()
     with pytest.raises(LaunchError, match="a scale for each expert"):
         layer.route(x, torch.randn(len(x), SIZE.experts))
+    with pytest.raises(LaunchError, match="without a checkpoint's config"):
+        RoutedExperts(LayerParts(layer.choice, layer.packed)).load_weights(made.tensors.items())
     layer.load_weights([next(iter(made.tensors.items()))])
     with pytest.raises(MissingTensor, match="pushed but not finished"):
         layer(x, topk_ids=ids, topk_weights=weights)

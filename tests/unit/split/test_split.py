@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lancebill.errors import SpecError
+from lancebill.errors import LaunchError, SpecError
+from lancebill.split.gpu_queues import pinned
+from lancebill.split.host_threads import HostThreads
 from lancebill.split.split import Split, parse_bytes, part_map, share_budget
 
 
@@ -41,3 +44,11 @@ def test_amounts_of_memory() -> None:
     for wrong in ("", "GiB", "-1GiB", "1e9", "1 XB", -5):
         with pytest.raises(SpecError, match="amount of memory"):
             parse_bytes(wrong)
+
+
+def test_the_hosts_part_needs_a_thread_and_memory_that_a_gpu_sees() -> None:
+    with pytest.raises(SpecError, match="needs a thread"):
+        HostThreads.choose(0)
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match="no pinned host memory"):
+            pinned(64, capturing=False)

@@ -14,7 +14,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.errors import CheckpointProblems, LaunchError, SpecError
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.dispatch import Indexed
+from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.placement import ROUND_ROBIN, Placement
 from lancebill.testing.checkpoints import save
 
@@ -112,6 +112,7 @@ def test_what_a_split_layer_cannot_do_is_refused(tmp_path: Path) -> None:
         split.expert_weights,
         lambda: split.hold([0, 1]),
         lambda: split.run_local(x, Indexed(ids, weights), x.clone()),
+        lambda: split.executor.run(x, Contiguous(torch.zeros(5, dtype=torch.int64)), x.clone()),
     ):
         with pytest.raises(LaunchError, match="split"):
             call()

@@ -219,3 +219,26 @@ def test_defect_is_caught(defect: str) -> None:
 
 def test_there_are_at_least_twenty_defects() -> None:
     assert len(DEFECTS) >= 20
+
+
+def _tight() -> tuple[judge.Case, Tensor]:
+    case = next(case for case in judge.cases() if case.tier != judge.EXACT)
+    return case, judge.expected(case)
+
+
+def test_what_the_worst_row_does_not_show_is_caught() -> None:
+    case, want = _tight()
+    with pytest.raises(judge.Misjudged, match="the median row"):
+        judge.compare(case, want * 1.001, want, worst=0.1, median=1e-5)
+    spoiled, smallest = want.clone(), int(want.norm(dim=0).argmin())
+    spoiled[:, smallest] += 0.009 * want.norm(dim=1)
+    with pytest.raises(judge.Misjudged, match=f"column {smallest}"):
+        judge.compare(case, spoiled, want, worst=0.01, median=0.01)
+
+
+def test_writing_outside_the_output_is_caught() -> None:
+    def spoil(out: Tensor, call: Call) -> None:
+        out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(0.0)
+
+    with pytest.raises(judge.Misjudged, match="outside its output"):
+        judge.check_backend(Faulty(_no_tampering, spoil), CPU)

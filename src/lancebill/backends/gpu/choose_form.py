@@ -62,10 +62,6 @@ def _byte_form(spec: QuantSpec, form: WeightForm) -> WeightForm:
         return form
     if form.group % 128:
         raise _no_form("group", f"groups of {form.group} columns x {inputs}", "use multiples of 128")
-    if form.zero and form.scale == f.F32_GROUP:
-        raise _no_form(
-            "spec", f"{spec} x {inputs}: fp32 scales leave no room for zero points", "use bf16 or fp16 scales"
-        )
     return replace(form, scale=f.F32_GROUP)
 
 

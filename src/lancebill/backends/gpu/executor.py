@@ -211,8 +211,8 @@ def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) ->
         return out
     dispatch = readable(dispatch)
     if isinstance(dispatch, Indexed):
-        if not _run_indexed(program, x, dispatch, written):
-            raise LaunchError("the kernels cannot read these tensors", got=f"{dispatch.ids.shape}, {x.shape}")
+        ran = _run_indexed(program, x, dispatch, written)
+        assert ran, "checked and copied tensors can be read"
     else:
         edges = dispatch.offsets if isinstance(dispatch, Contiguous) else dispatch.counts
         program.run(tokens, (x.data_ptr(), written.data_ptr(), edges.data_ptr()))

@@ -59,11 +59,12 @@ def rule(activations: str, slots: int, experts: int, units: int) -> Rule:
     """The rule for `slots` rows over `experts` with `units` units in total. With few units, large tiles would leave SMs
     idle at the end."""
     rows = slots / experts
-    for entry in data()["8-bit" if activations in (E4M3, S8) else "16-bit"]:
-        fits = entry["rows_up_to"] is None or rows <= entry["rows_up_to"]
-        if fits and units >= entry.get("units_from", 0):
-            return Rule.parse(entry["tiles"], overlap=entry["overlap"], paired=bool(entry.get("paired", False)))
-    raise AssertionError("the last rule has no limit")
+    entry = next(  # the last one has no limit
+        entry
+        for entry in data()["8-bit" if activations in (E4M3, S8) else "16-bit"]
+        if (entry["rows_up_to"] is None or rows <= entry["rows_up_to"]) and units >= entry.get("units_from", 0)
+    )
+    return Rule.parse(entry["tiles"], overlap=entry["overlap"], paired=bool(entry.get("paired", False)))
 
 
 def decodes(activations: str, slots: int, slices: int) -> bool:

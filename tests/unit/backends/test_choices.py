@@ -1,0 +1,51 @@
+"""Problems without a backend or a kernel, and backends that contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import lancebill.backends as backends
+from lancebill.backends import oracle
+from lancebill.backends.cpu.form import NoForm, matrix_form
+from lancebill.backends.registry import registry
+from lancebill.errors import UnsupportedProblem
+from lancebill.moe.layout import MatrixShape
+from lancebill.moe.problem import Device
+from lancebill.numbers.dtypes import BF16, codebook
+from lancebill.numbers.spec import QuantSpec, Scale, group
+from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.testing.layers import layer_problem
+
+HOPPER = Device("cuda", 90)
+SIZES = {"hidden": 256, "intermediate": 256, "experts": 4, "top_k": 2}
+
+
+def test_a_choice_without_a_backend_has_the_reasons() -> None:
+    problem = layer_problem("mxfp4", "bf16", **SIZES)
+    with pytest.raises(UnsupportedProblem, match="runs on CPUs only"):
+        oracle.select(problem, HOPPER, "torch-cpu")
+    choice = oracle.explain(problem, HOPPER, "torch-cpu")
+    assert choice.chosen is None
+    with pytest.raises(UnsupportedProblem, match="runs on CPUs only"):
+        _ = choice.backend
+
+
+def test_rows_that_are_no_whole_slices_have_no_gpu_kernel() -> None:
+    problem = layer_problem("int4", "bf16", **SIZES | {"hidden": 208})
+    assert "K must be a multiple of 32" in str(list(registry()["hopper"].reasons(problem, HOPPER)))
+
+
+def test_a_large_codebook_has_no_cpu_kernel() -> None:
+    spec = QuantSpec(codebook([i**1.5 for i in range(256)]), (Scale(BF16, group(32)),))
+    with pytest.raises(NoForm, match="no kernel for"):
+        matrix_form(MatrixShape("w13", 64, 64, spec), ACTIVATIONS["bf16"])
+
+
+def test_two_backends_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "twin_backend.py").write_text("from lancebill.backends.reference import BACKEND")
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    registry.cache_clear()
+    with pytest.raises(UnsupportedProblem, match="two backends are called 'reference'"):
+        registry()
