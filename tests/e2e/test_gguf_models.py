@@ -142,6 +142,31 @@ def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_
     assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "family", "more", "stem", "module"),
+    [
+        ("qwen3next", "qwen3_next", DELTA, "attn_gate", "linear_attn.in_proj_qkvz"),
+        ("granitemoe", "granitemoeshared", {**LOCAL, **SCALES}, "ffn_up_shexp", "shared_mlp.input_linear"),
+    ],
+)
+def test_matrices_of_different_types_that_are_one_in_the_model_keep_their_blocks(
+    architecture: str, family: str, more: dict[str, Any], stem: str, module: str, tmp_path: Path
+) -> None:
+    shared = {"shared_expert_intermediate_size": 96, "shared_intermediate_size": 96}
+    reference = dense(family, {**MOE, **more, **shared})
+    write(reference, architecture, tmp_path / "model.gguf", kinds={stem: "Q4_0"})
+    ours = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
+    tokens = torch.arange(1, 10)[None]
+    with torch.no_grad():
+        got, want = ours(tokens).logits, reference(tokens).logits
+    assert (got - want).norm() / want.norm() < 1e-4
+    assert ours.lancebill_rest.packed[f"model.layers.0.{module}"] == "int8-g32:fp16 and int4-g32:fp16"
+    requantised = lancebill.from_pretrained(tmp_path / "model.gguf", weights={"rest": "int8"}, dtype=torch.float32)
+    with torch.no_grad():
+        assert (requantised(tokens).logits - want).norm() / want.norm() < 0.05
+    assert "and" not in requantised.lancebill_rest.packed[f"model.layers.0.{module}"]
+
+
 def test_the_language_model_of_one_with_images_is_qwen3(tmp_path: Path) -> None:
     """A file of qwen3vlmoe has only the language model, for which transformers has no class of its own."""
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}

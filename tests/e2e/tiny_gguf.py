@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -58,9 +59,14 @@ UNQUANTISED = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
 
 
 def write(
-    model: Any, architecture: str, path: Path, extra: str | None = None, stated: Mapping[str, Any] | None = None
+    model: Any,
+    architecture: str,
+    path: Path,
+    extra: str | None = None,
+    stated: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Matrices become Q8_0, and the model's own tensors get the values that were written.
+    """Matrices become Q8_0, or what `kinds` says, and the model's own tensors get the values that were written.
 
     `extra` is the name of a further tensor, `stated` are values of the config that the metadata state wrongly.
     """
@@ -81,7 +87,8 @@ def write(
                 part = part.replace(new, published)
             known = part if part.startswith("blk.") else names.get_name(part)
             assert known is not None, part
-            written = add(out, known + suffix, changed(architecture, known, view).reshape(shape))
+            kind = kinds.get(known.rpartition(".")[2], "Q8_0")
+            written = add(out, known + suffix, changed(architecture, known, view).reshape(shape), kind)
             if written is not None:
                 view.copy_(written.reshape(view.shape))
     if extra is not None:
@@ -178,7 +185,7 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
         yield stem, suffix, tensor, (2, tensor.numel() // 2)  # in two groups
     elif stem.endswith("in_proj_qkvz"):
         for part, view in delta_heads(tensor, config):
-            yield f"blk.{name.split('.')[2]}.{part}", suffix, view, tuple(view.shape)
+            yield f"blk.{name.split('.')[2]}.{part}", suffix, view, (-1, tensor.shape[-1])
     elif paired and stem.endswith(("q_proj", "k_proj")):
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         yield stem, suffix, tensor.view(heads, 2, -1, tensor.shape[-1]).swapaxes(1, 2), shape
@@ -208,14 +215,14 @@ def _experts(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, str,
         yield part, suffix, half
 
 
-def add(out: Any, name: str, tensor: Tensor) -> Tensor | None:
-    """Write a matrix as Q8_0 and give the values that were written; anything else is written unquantised."""
+def add(out: Any, name: str, tensor: Tensor, kind: str = "Q8_0") -> Tensor | None:
+    """Write a matrix in blocks and give the values that were written; anything else is written unquantised."""
     values = tensor.contiguous().numpy()
     is_small = tensor.ndim < 2 or tensor.shape[-1] == 1 or name.endswith(("ssm_a", ".bias"))
     if is_small or any(part in name for part in UNQUANTISED):
         out.add_tensor(name, values)
         return None
-    kind = gguf.GGMLQuantizationType.Q8_0
-    codes = gguf.quants.quantize(values, kind)
-    out.add_tensor(name, codes, raw_dtype=kind)
-    return torch.from_numpy(gguf.quants.dequantize(codes, kind))
+    blocks = gguf.GGMLQuantizationType[kind]
+    codes = gguf.quants.quantize(values, blocks)
+    out.add_tensor(name, codes, raw_dtype=blocks)
+    return torch.from_numpy(gguf.quants.dequantize(codes, blocks))

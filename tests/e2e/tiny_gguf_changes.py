@@ -70,9 +70,8 @@ def delta_heads(tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
     parts = rounded(tensor).view(heads, -1, tensor.shape[-1]).split([keys, keys, values, values], dim=1)
-    *joined, gates = (part.flatten(0, 1) for part in parts)
-    yield "attn_qkv", torch.cat(joined)
-    yield "attn_gate", gates
+    yield "attn_qkv", torch.cat([part.flatten(0, 1) for part in parts[:3]])
+    yield "attn_gate", parts[3]
 
 
 def tiled_heads(stem: str, tensor: Tensor, config: Any) -> Tensor:

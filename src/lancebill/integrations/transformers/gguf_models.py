@@ -23,7 +23,7 @@ from lancebill.integrations.transformers.gguf_config import config_of as config_
 from lancebill.integrations.transformers.gguf_config import row_of
 from lancebill.integrations.transformers.gguf_row import NAMES, WHOLE, GgufRow
 from lancebill.integrations.transformers.other_tensors import LazyTensor
-from lancebill.integrations.transformers.stored_matrix import StoredMatrix
+from lancebill.integrations.transformers.stored_matrix import MixedRows, StoredMatrix, StoredMixture
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import LogicalWeight, stack
 
@@ -31,6 +31,7 @@ SUFFIX = ".gguf"
 _SUFFIXES = (".weight", ".bias")
 
 Read = Callable[[], Tensor]
+Stored = LogicalWeight | Tensor
 
 
 def lazy_tensors(
@@ -106,23 +107,25 @@ class _Tensors:
         return (stored if change is None else change(stored.float(), name)).to(self.dtype)
 
     def join(self, names: tuple[str, ...], module: str) -> Tensor:
-        """Matrices over each other; they keep their blocks if those are of one type."""
+        """Matrices over each other; they keep their blocks, of one type or of several."""
         parts = [_read_blocks(self.checkpoint, name) for name in names]
         blocks = [part for part in parts if isinstance(part, LogicalWeight)]
-        if len(blocks) == len(parts) and len({part.spec for part in blocks}) == 1:
-            joined: LogicalWeight | Tensor = stack(blocks)
-        else:
-            joined = torch.cat([read_dequantized(self.checkpoint, name, self.dtype) for name in names])
-        ordered = self._ordered(joined, names[0], self.row.orders.get(module))
-        return StoredMatrix(ordered, self.dtype) if isinstance(ordered, LogicalWeight) else ordered
+        order = self.row.orders.get(module)
+        if len(blocks) == len(parts) and len({part.spec for part in blocks}) > 1:
+            index = None if order is None else self._index(order, names[0], sum(part.n for part in blocks))
+            return StoredMixture(MixedRows(tuple(blocks), index), self.dtype)
+        dense = [read_dequantized(self.checkpoint, name, self.dtype) for name in names if len(blocks) < len(parts)]
+        joined = self._ordered(torch.cat(dense) if dense else stack(blocks), names[0], order)
+        return StoredMatrix(joined, self.dtype) if isinstance(joined, LogicalWeight) else joined
 
-    def _ordered(self, stored: LogicalWeight | Tensor, name: str, order: Order | None) -> LogicalWeight | Tensor:
+    def _ordered(self, stored: Stored, name: str, order: Order | None) -> Stored:
         if order is None:
             return stored
-        index = self._index(order, name, stored.n if isinstance(stored, LogicalWeight) else stored.shape[0])
-        return stored.rows(index) if isinstance(stored, LogicalWeight) else stored[index]
+        if isinstance(stored, LogicalWeight):
+            return stored.rows(self._index(order, name, stored.n))
+        return stored[self._index(order, name, stored.shape[0])]
 
-    def _with_columns(self, stored: LogicalWeight | Tensor, name: str, order: Order | None) -> LogicalWeight | Tensor:
+    def _with_columns(self, stored: Stored, name: str, order: Order | None) -> Stored:
         """Columns in the model's order; blocks stay where they are and say by an act-order which columns they hold."""
         if order is None:
             return stored

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.errors import LancebillError, UnsupportedProblem
+from lancebill.integrations.transformers.mixed_linear import MixedLinear
 from lancebill.integrations.transformers.packed_embedding import PackedEmbedding
 from lancebill.integrations.transformers.packed_experts import packed_experts
-from lancebill.integrations.transformers.stored_matrix import StoredMatrix
+from lancebill.integrations.transformers.stored_matrix import StoredMatrix, StoredMixture
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import rest_activation, rest_weight
@@ -71,9 +72,13 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
                 assert isinstance(weight, StoredMatrix)
                 packed = PackedEmbedding(weight.stored, weight.dtype)
                 report.packed[name] = f"{weight.stored.spec}, rows looked up"
+            elif isinstance(weight, StoredMixture) and target is None:
+                assert isinstance(module, nn.Linear)
+                packed = _mixed(name, module, weight, options, rules)
+                report.packed[name] = " and ".join(str(part.spec) for part in weight.rows.parts)
             else:
                 assert isinstance(module, nn.Linear)
-                packed = _linear(name, module, _quantized(weight, target), options, rules)
+                packed = _linear(name, _quantized(weight, target), _bias(module), options, rules)
                 report.packed[name] = f"{packed.problem.w13.spec} on {packed.choice.backend.name}"
                 report.specs[name] = packed.problem.w13.spec
         except LancebillError as error:
@@ -87,10 +92,18 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
     return replace(report, bytes=size, requantized=tuple(requantized))
 
 
+def _bias(module: nn.Linear) -> Tensor | None:
+    return None if module.bias is None else module.bias.detach()
+
+
+def _mixed(name: str, module: nn.Linear, weight: StoredMixture, options: LoadOptions, rules: RestRules) -> MixedLinear:
+    parts = [_linear(name, part, None, options, rules) for part in weight.rows.parts]
+    return MixedLinear(parts, weight.rows.order, _bias(module))
+
+
 def _linear(
-    name: str, module: nn.Linear, weight: LogicalWeight, options: LoadOptions, rules: RestRules
+    name: str, weight: LogicalWeight, bias: Tensor | None, options: LoadOptions, rules: RestRules
 ) -> QuantizedLinear:
-    bias = None if module.bias is None else module.bias.detach()
     made = QuantizedLinear.from_weight(
         replace(weight, bias=bias),
         device=options.device,
@@ -109,6 +122,9 @@ def _quantized(weight: Tensor, target: QuantSpec | None) -> LogicalWeight:
     if not isinstance(weight, StoredMatrix):
         assert target is not None
         return quantize(weight.detach().float(), target)
+    if isinstance(weight, StoredMixture):
+        assert target is not None
+        return weight.rows.requantized(target)
     return weight.stored if target is None else requantize(weight.stored, target)[0]
 
 

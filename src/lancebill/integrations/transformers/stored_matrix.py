@@ -6,6 +6,7 @@ where they belong as they were stored. Where transformers computes (fused or spl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lancebill.checkpoint.load.input_scales import FACTORS
-from lancebill.numbers.codec import dequantize
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.codec import dequantize, requantize
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight, stack
 
 
 class StoredMatrix(Tensor):
@@ -33,9 +35,45 @@ class StoredMatrix(Tensor):
         values, factors = dequantize(self.stored), self.stored.inputs.get(FACTORS)
         return (values if factors is None else values * factors.float().reshape(1, -1)).to(self.dtype)
 
+    def again(self) -> StoredMatrix:
+        return StoredMatrix(self.stored, self.dtype)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # by which `nn.Parameter` takes a tensor
-            return cls(args[0].stored, args[0].dtype)
+            return args[0].again()
         plain = tree_map(lambda value: value.plain() if isinstance(value, cls) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
+
+
+@dataclass(frozen=True)
+class MixedRows:
+    """Matrices of different specs that are one in the model. Row i of it is row `order[i]` of all, one over another."""
+
+    parts: tuple[LogicalWeight, ...]
+    order: Tensor | None = None
+
+    def requantized(self, spec: QuantSpec) -> LogicalWeight:
+        """One matrix of one spec."""
+        joined = stack([requantize(part, spec)[0] for part in self.parts])
+        return joined if self.order is None else joined.rows(self.order)
+
+
+class StoredMixture(StoredMatrix):
+    """As a `StoredMatrix`, with rows of different specs."""
+
+    rows: MixedRows
+
+    @staticmethod
+    def __new__(cls, rows: MixedRows, dtype: torch.dtype) -> StoredMixture:
+        size = (sum(part.n for part in rows.parts), rows.parts[0].k)
+        made: StoredMixture = Tensor._make_wrapper_subclass(cls, size, dtype=dtype)
+        made.rows = rows
+        return made
+
+    def plain(self) -> Tensor:
+        values = torch.cat([dequantize(part).to(self.dtype) for part in self.rows.parts])
+        return values if self.rows.order is None else values[self.rows.order]
+
+    def again(self) -> StoredMixture:
+        return StoredMixture(self.rows, self.dtype)
