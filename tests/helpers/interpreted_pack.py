@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lancebill.backends.gpu import layout as layouts
 from lancebill.backends.gpu import pack_on_gpu
-from lancebill.backends.gpu.kernels import pack_scales
+from lancebill.backends.gpu.kernels import pack_codes, pack_scales
 from lancebill.backends.gpu.layout import FragmentLayout, Rerounded
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.numbers.bit_packing import Nibbles, pack_bits, turned_stream_codes
@@ -53,7 +53,8 @@ def run(make: object, key: tuple[object, ...], values: pack_on_gpu.Values, progr
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_on_gpu, "launch", run)
-    monkeypatch.setattr(pack_scales, "range", scalars, raising=False)
+    for module in (pack_codes, pack_scales):
+        monkeypatch.setattr(module, "range", scalars, raising=False)
     monkeypatch.setattr(pack_on_gpu, "_CHUNK", 2)  # rows of several chunks
 
 

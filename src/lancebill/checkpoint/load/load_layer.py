@@ -7,6 +7,7 @@ While one reads, others decode and pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -49,12 +50,14 @@ def load_layer(
         {"w13": layout.allocate(plan.w13, count), "w2": layout.allocate(plan.w2, count)} if out is None else dict(out)
     )
     reader = DeviceReader(read, next(iter(packed["w13"].values())).device)
+    source: Reader = read if held else reader
+    working = nullcontext if held else reader.working  # what is there already is packed on the caller's stream
 
     def fill(slots: Sequence[int]) -> list[tuple[str, Loss]]:
         cost: list[tuple[str, Loss]] = []
         experts = [plan.experts[slot] for slot in slots]
-        with reader.working():
-            weights = load_experts(reader, plan, experts, lambda matrix, loss: cost.append((matrix, loss)))
+        with working():
+            weights = load_experts(source, plan, experts, lambda matrix, loss: cost.append((matrix, loss)))
             pack_experts(plan, layout, weights, packed, slots)
         return cost
 
@@ -64,7 +67,7 @@ def load_layer(
             return fill(slots), None
         with assuming() as flags:
             cost = fill(slots)
-        with reader.working():
+        with working():
             return cost, any_set(flags) if flags else None
 
     step = slot_step(plan, HELD_BYTES if held and reader.asynchronous else SLICE_BYTES[reader.device.type])

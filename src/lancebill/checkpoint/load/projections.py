@@ -118,7 +118,10 @@ def _read_stacked(read: Reader, sources: Sequence[StoredPart], index: tuple[slic
         expected = range(first.expert, first.expert + len(sources))
         if all((s.tensor, s.expert) == (first.tensor, e) for s, e in zip(sources, expected)):
             return read(first.tensor, (slice(expected.start, expected.stop), *index))
-    tensors = [read(source.tensor, _expert_index(source, index)) for source in sources]
+    if index:
+        tensors = [read(source.tensor, _expert_index(source, index)) for source in sources]
+    else:
+        tensors = [read(s.tensor, () if s.expert is None else (s.expert,)) for s in sources]
     return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 

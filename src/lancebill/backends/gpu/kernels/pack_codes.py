@@ -138,26 +138,21 @@ def pack_codes(
     low_row = source + inside.to(tl.int64) * row_stride
     high_row = low_row + 8 * row_stride.to(tl.int64)
     own = out + unit.to(tl.int64) * slices * (256 * WORDS)
-    for i in range(SLICES):
-        piece = tl.program_id(0) % runs * SLICES + i
+    start = tl.program_id(0) % runs * SLICES
+    for piece in range(start, tl.minimum(start + SLICES, slices)):
         first = piece * (4 * BITS if BYTE_INPUTS else 2 * BITS)
-        whole = piece < slices
-        low = _row_parts(
-            low_row, whole & (inside < rows), first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS
-        )
-        high = _row_parts(
-            high_row, whole & (inside + 8 < rows), first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS
-        )
+        low = _row_parts(low_row, inside < rows, first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS)
+        high = _row_parts(high_row, inside + 8 < rows, first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS)
         if WORDS < 4:  # two words of each slice, then the third of each slice, which is next to that of the other half
             two = own + piece * 512 + half * 256 + thread * 2
             pair = tl.join(_gather_word(low, high, MOVES, 0), _gather_word(low, high, MOVES, 1))
-            tl.store(two[:, None] + tl.arange(0, 2)[None, :], pair, mask=whole)
+            tl.store(two[:, None] + tl.arange(0, 2)[None, :], pair)
             if WORDS == 3:
                 third = own + slices * 512 + piece * 256 + thread * 2 + half
-                tl.store(third, _gather_word(low, high, MOVES, 2), mask=whole)
+                tl.store(third, _gather_word(low, high, MOVES, 2))
         words = own + piece * (256 * WORDS) + half * (128 * WORDS) + thread * 4
         for four in tl.static_range(WORDS // 4):
             w0, w1 = _gather_word(low, high, MOVES, 4 * four), _gather_word(low, high, MOVES, 4 * four + 1)
             w2, w3 = _gather_word(low, high, MOVES, 4 * four + 2), _gather_word(low, high, MOVES, 4 * four + 3)
             joined = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(256, 4)  # [thread, w0 w1 w2 w3]
-            tl.store(words[:, None] + four * 512 + tl.arange(0, 4)[None, :], joined, mask=whole)
+            tl.store(words[:, None] + four * 512 + tl.arange(0, 4)[None, :], joined)
