@@ -12,7 +12,7 @@ from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import MatrixShape, Packed
-from lancebill.numbers.bit_packing import Nibbles, pack_bits, turned_stream_codes
+from lancebill.numbers.bit_packing import Nibbles, pack_awq, pack_bits, turn_awq, turned_stream_codes
 from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.layers import layer_problem, plausible_weight
@@ -55,7 +55,8 @@ def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, mon
             if shape.spec.dtype.bits == 4:
                 dense = Nibbles(pack_bits(weights.codes, 4, torch.uint8))
                 words = pack_bits(weights.codes, 4, torch.int32).mT.contiguous()
-                for stored in (dense, turned_stream_codes(words, 4, weights.k)):
+                awq = turn_awq(pack_awq(weights.codes.mT.contiguous()), weights.n)
+                for stored in (dense, turned_stream_codes(words, 4, weights.k), awq):
                     got = packed_on("cuda", layout, shape, weights.with_codes(stored))
                     assert all(same_bits(got[name], want[name]) for name in want), shape
             held = {name: tensor.cuda() for name, tensor in want.items()}

@@ -19,7 +19,7 @@ from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.kernels import pack_codes, pack_scales
 from lancebill.backends.gpu.layout import FragmentLayout, Rerounded
 from lancebill.moe.layout import MatrixShape, Packed
-from lancebill.numbers.bit_packing import Nibbles, pack_bits, turned_stream_codes
+from lancebill.numbers.bit_packing import Nibbles, pack_awq, pack_bits, turn_awq, turned_stream_codes
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight
@@ -95,12 +95,20 @@ def row_codes(weights: LogicalWeight) -> list[Tensor | Nibbles]:
 
 def turned_codes(weights: LogicalWeight, *, gated: bool) -> list[Nibbles]:
     """4-bit codes with their rows in other orders."""
-    ways = [turned(weights.codes)]
+    ways = [turned(weights.codes), turned_pairs(weights.codes)]
     if gated:
         halves = weights.codes.unflatten(-2, (2, -1))
         alternating = Nibbles(pack_bits(halves.transpose(-3, -2).flatten(-3, -2), 4, torch.uint8))
         ways += [alternating.split_rows(2), turned(halves.flatten(0, 1)).join_rows(2)]
+        ways += [turned_pairs(halves.flatten(0, 1)).join_rows(2)]
     return ways
+
+
+def turned_pairs(codes: Tensor) -> Nibbles:
+    """As AWQ stores them."""
+    stored = turn_awq(pack_awq(codes.mT.contiguous()), codes.shape[-2])
+    assert isinstance(stored, Nibbles) and stored.columns is not None
+    return stored
 
 
 def turned(codes: Tensor) -> Nibbles:

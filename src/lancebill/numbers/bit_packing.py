@@ -28,6 +28,7 @@ class Turn:
     n: int
     k: int
     words: Callable[[Tensor], Tensor] | None = None  # the source as a view, as `Nibbles.words` describes it
+    columns: Callable[[Tensor], Tensor] | None = None  # the source as a view, as `Nibbles.columns` describes it
     axes: int = 2  # of the source, for one matrix
 
 
@@ -62,6 +63,12 @@ class Nibbles:
         if self.turn is not None and self.turn.words is not None:
             return self.turn.words(self.source)
         return _view_last(self.data, torch.int32).unsqueeze(-3)
+
+    @property
+    def columns(self) -> Tensor | None:
+        """int32 [..., parts, N / parts / 8, K] at any strides, if that is how the codes are stored: a word has eight
+        rows of a column in the order `AWQ_ORDER`."""
+        return None if self.turn is None or self.turn.columns is None else self.turn.columns(self.source)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,23 +108,21 @@ class Nibbles:
         source, turn = self.source.unflatten(0, (-1, count)), self.turn
         if turn is None:
             return Nibbles(source.flatten(1, 2))
-        words = turn.words
-        return Nibbles(
-            source,
-            Turn(
-                lambda source: turn.apply(source).flatten(-3, -2),
-                count * turn.n,
-                turn.k,
-                None if words is None else lambda source: words(source).squeeze(-3),
-                1 + turn.axes,
-            ),
+        words, columns = (
+            None if view is None else (lambda source, view=view: view(source).squeeze(-3))
+            for view in (turn.words, turn.columns)
         )
+        apply = turn.apply
+        joined = Turn(
+            lambda source: apply(source).flatten(-3, -2), count * turn.n, turn.k, words, columns, 1 + turn.axes
+        )
+        return Nibbles(source, joined)
 
     def split_rows(self, step: int) -> Nibbles:
         """Rows 0, step, 2 * step ..., then rows 1, 1 + step ...: they alternate between several matrices."""
         n, k = self.shape[-2:]
         source = self.data.unflatten(-2, (-1, step)).transpose(-3, -2)
-        turned = Turn(lambda source: source.flatten(-3, -2), n, k, lambda source: source.view(torch.int32), 3)
+        turned = Turn(lambda source: source.flatten(-3, -2), n, k, lambda source: source.view(torch.int32), axes=3)
         return Nibbles(source, turned if k % 8 == 0 else replace(turned, words=None))
 
 
@@ -232,7 +237,7 @@ def turn_awq(words: Tensor, n: int) -> Tensor | Nibbles:
     if words.shape[-2] % 2:
         return transposed(unpack_awq(words)[..., :n])
     if n == 8 * words.shape[-1]:
-        return Nibbles(words, Turn(_turn_nibbles, n, words.shape[-2]))
+        return Nibbles(words, Turn(_turn_nibbles, n, words.shape[-2], columns=_turned_words))
     return Nibbles(_turn_nibbles(words)[..., :n, :])
 
 

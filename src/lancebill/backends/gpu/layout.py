@@ -172,8 +172,16 @@ class FragmentLayout(Layout):
         if not on_gpu(out):
             return False
         gated = self.problem.is_gated(shape.name)
-        words = code_words(codes, form.bits == 4, gated)
-        return pack_on_gpu.pack_codes(form, words, out.view(len(words), -1), self.padded(shape), gated=gated)
+        columns = codes.columns if isinstance(codes, Nibbles) else None
+        words = _by_part(code_words(codes, form.bits == 4) if columns is None else columns, gated)
+        return pack_on_gpu.pack_codes(
+            form,
+            words,
+            out.view(len(words), -1),
+            self.padded(shape),
+            gated=gated,
+            by_columns=columns is not None,
+        )
 
     # ------------------------------------------------------------ rows and columns
 
@@ -321,11 +329,15 @@ def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
     return _power_of_two(low + (torch.arange(n, device=device) >> 3 & 1) * (high - low)).unsqueeze(1)
 
 
-def code_words(codes: Tensor | Nibbles, nibbles: bool, gated: bool) -> Tensor:
+def code_words(codes: Tensor | Nibbles, nibbles: bool) -> Tensor:
     """Codes [experts, n, k] as 32-bit words [experts, parts, rows, words]: a view wherever possible."""
     if nibbles and not isinstance(codes, Nibbles):
         codes = Nibbles(pack_bits(codes, 4, torch.uint8))
-    words = codes.words if isinstance(codes, Nibbles) else codes.contiguous().view(torch.int32).unsqueeze(-3)
+    return codes.words if isinstance(codes, Nibbles) else codes.contiguous().view(torch.int32).unsqueeze(-3)
+
+
+def _by_part(words: Tensor, gated: bool) -> Tensor:
+    """Words of one expert or several as [experts, parts, ...]: two parts if gated."""
     words = words if words.dim() == 4 else words.unsqueeze(0)
     return words.squeeze(1).unflatten(1, (2, -1)) if gated and words.shape[1] == 1 else words
 

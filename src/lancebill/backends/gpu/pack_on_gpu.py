@@ -31,6 +31,7 @@ _KERNELS = "lancebill.backends.gpu.kernels"
 _SLICES = 4  # of one program: together they read 128 bytes of a row of 4-bit codes
 _CHUNK = 32  # words or groups of a row that a program handles together
 _VECTOR = 16  # bytes of the widest read
+VECTORS, WORDS, COLUMNS = "vectors", "words", "columns"  # how codes are read: see `kernels.pack_codes`
 _SCALE_TYPES = {f.E8M0_G32: "*u8", f.E4M3_G16: "*u8", f.BF16_GROUP: "*i16", f.F16_GROUP: "*i16", f.F32_GROUP: "*i32"}
 
 Move = tuple[int, int, int, int]  # n3, word of the thread's row, bits of that word as a mask, their way to the left
@@ -50,13 +51,17 @@ class RowNumbers:
     bias: Tensor | None  # fp32 [experts, rows]
 
 
-def pack_codes(form: WeightForm, words: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> bool:
+def pack_codes(
+    form: WeightForm, words: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool, by_columns: bool = False
+) -> bool:
     """Pack codes into `out`; False if this machine cannot run the kernel. `padded`: rows and columns.
 
     `words` are int32 [experts, parts, rows, words], at any strides: two parts, gate and up, if gated, else one. 4-bit
-    codes are eight to a word, all others four.
+    codes are eight to a word, all others four. `by_columns`: [experts, parts, rows / 8, K], as `Nibbles.columns` are.
     """
     experts, _, rows, row_words = words.shape
+    rows = 8 * rows if by_columns else rows
+    read = COLUMNS if by_columns else VECTORS if _reads_vectors(words) else WORDS
     strides: Values = dict(zip(("expert_stride", "part_stride", "row_stride", "word_stride"), words.stride()))
     blocks, slices = padded[0] // f.ROWS, padded[1] // form.slice_columns
     values: Values = {
@@ -68,7 +73,7 @@ def pack_codes(form: WeightForm, words: Tensor, out: Tensor, padded: tuple[int, 
         "slices": slices,
     }
     programs = experts * blocks * -(-slices // _SLICES)
-    return launch(code_source, (form, gated, _reads_vectors(words)), {**values, **strides}, programs, out.device)
+    return launch(code_source, (form, gated, read), {**values, **strides}, programs, out.device)
 
 
 def _reads_vectors(words: Tensor) -> bool:
@@ -168,7 +173,7 @@ def _target(device: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def code_source(form: WeightForm, gated: bool, vectors: bool, arch: int = 90) -> KernelSource:
+def code_source(form: WeightForm, gated: bool, read: str = VECTORS, arch: int = 90) -> KernelSource:
     """The kernel that packs codes. Forms whose codes have the same bit positions share it."""
     integers = ["rows", "row_words", "expert_stride", "part_stride", "row_stride", "word_stride", "units", "slices"]
     arguments = (("codes", "*i32"), ("out", "*i32"), *((name, "i32") for name in integers))
@@ -177,7 +182,7 @@ def code_source(form: WeightForm, gated: bool, vectors: bool, arch: int = 90) ->
         "BITS": _stored_bits(form),
         "BYTE_INPUTS": form.byte_inputs,
         "SLICES": _SLICES,
-        "VECTORS": vectors,
+        "READ": read,
         "WORDS": words_of_thread(form),
         "MOVES": moves(form),
     }

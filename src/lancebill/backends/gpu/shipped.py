@@ -27,13 +27,13 @@ TOKENS = buckets(16384)
 
 
 def pack_kernels(problem: Problem, arch: int) -> Iterator[KernelSource]:
-    """The kernels that pack a layer when it is loaded, from rows and from transposed words (GPTQ)."""
+    """The kernels that pack a layer when it is loaded; of integers also those for transposed codes (GPTQ, AWQ)."""
     for shape in problem.matrices.values():
         form, gated = kernel_form(shape, problem.inputs_of(shape.name)), problem.is_gated(shape.name)
         outer = bool(outer_levels(shape.spec))
-        yield pack_on_gpu.code_source(form, gated, True, arch)
-        if form.code == INT4_CODE:
-            yield pack_on_gpu.code_source(form, gated, False, arch)
+        turned = (pack_on_gpu.WORDS, pack_on_gpu.COLUMNS) if form.code == INT4_CODE else ()
+        for read in (pack_on_gpu.VECTORS, *turned):
+            yield pack_on_gpu.code_source(form, gated, read, arch)
         yield pack_on_gpu.scale_source(form, gated, outer, shape.bias, arch)
 
 

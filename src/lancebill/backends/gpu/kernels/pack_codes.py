@@ -3,7 +3,11 @@
 `fragment_order.pack_codes` defines the order; this kernel follows the table of moves that is derived from the same bit
 positions. Codes are read in 32-bit words, at any strides: rows may lie one after the other, alternate between gate and
 up, or be the columns of a transposed matrix. Four lanes need parts of the same words of a row. Each takes its part of
-every word first; the moves then say where its bits go.
+every word first; the moves then say where its bits go. READ is
+
+    vectors    four words of a row at once, where they are neighbours
+    words      one word of a row at a time
+    columns    words of eight rows of a column: even rows in the low half, odd rows in the high half (AWQ)
 
 A program packs some slices of one unit: 256 threads of fragments, two halves of 128. Each thread has two rows, r and
 r + 8, and writes its words four at a time.
@@ -76,13 +80,32 @@ def _one_word(row, word, word_stride, valid, row_words):
 
 
 @triton.jit
+def _column_codes(row, column, nibble, stride, valid, columns, COUNT: tl.constexpr):
+    """4-bit codes of neighbouring columns as a word; `nibble`: how far to the left each row's code is."""
+    word = tl.zeros([256], tl.uint32)
+    for j in tl.static_range(COUNT):
+        word |= ((_one_word(row, column + j, stride, valid, columns) >> nibble) & 15) << (4 * j)
+    return word
+
+
+@triton.jit
 def _row_parts(
-    row, valid, first, lane, word_stride, row_words, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr,
-    VECTORS: tl.constexpr,
+    row, valid, first, lane, nibble, word_stride, row_words, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr,
+    READ: tl.constexpr,
 ):  # fmt: skip
     """What each thread needs of a slice of its row: four or eight words, with its own codes in the lowest bits."""
+    VECTORS: tl.constexpr = READ == "vectors"
     parts = ()
-    if BYTE_INPUTS:  # 32 neighbouring columns of a lane
+    if READ == "columns":
+        if BYTE_INPUTS:
+            for i in tl.static_range(4):
+                column = (first + lane * 4 + i) * 8
+                parts = parts + (_column_codes(row, column, nibble, word_stride, valid, row_words, 8),)
+        else:
+            for i in tl.static_range(8):
+                column = (first + i) * 8 + lane * 2
+                parts = parts + (_column_codes(row, column, nibble, word_stride, valid, row_words, 2),)
+    elif BYTE_INPUTS:  # 32 neighbouring columns of a lane
         if VECTORS:
             for i in tl.static_range(BITS // 4):
                 w0, w1, w2, w3 = _four_words(row, first + lane * BITS + 4 * i, valid, row_words)
@@ -115,10 +138,10 @@ def _row_parts(
 @triton.jit
 def pack_codes(
     codes, out, rows, row_words, expert_stride, part_stride, row_stride, word_stride, units, slices,
-    GATED: tl.constexpr, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr, SLICES: tl.constexpr, VECTORS: tl.constexpr,
+    GATED: tl.constexpr, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr, SLICES: tl.constexpr, READ: tl.constexpr,
     WORDS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """Words [experts, parts, rows, row_words] at any strides to packed words.
+    """Words [experts, parts, rows, row_words] at any strides to packed words; `columns`: [experts, parts, rows / 8, K].
 
     Gated matrices have two parts, gate and up. `rows` of a part; `units` and `slices` of one expert, padding included.
     """
@@ -135,14 +158,22 @@ def pack_codes(
     else:
         inside = unit % units * 128 + half * 64 + row
         source = codes + expert * expert_stride + half.to(tl.int64) * 0
-    low_row = source + inside.to(tl.int64) * row_stride
-    high_row = low_row + 8 * row_stride.to(tl.int64)
+    among_eight = row % 8
+    nibble = (among_eight // 2 * 4 + among_eight % 2 * 16).to(tl.uint32)
+    if READ == "columns":
+        low_row = source + (inside // 8).to(tl.int64) * row_stride
+        high_row = low_row + row_stride.to(tl.int64)
+    else:
+        low_row = source + inside.to(tl.int64) * row_stride
+        high_row = low_row + 8 * row_stride.to(tl.int64)
     own = out + unit.to(tl.int64) * slices * (256 * WORDS)
     start = tl.program_id(0) % runs * SLICES
     for piece in range(start, tl.minimum(start + SLICES, slices)):
         first = piece * (4 * BITS if BYTE_INPUTS else 2 * BITS)
-        low = _row_parts(low_row, inside < rows, first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS)
-        high = _row_parts(high_row, inside + 8 < rows, first, lane, word_stride, row_words, BITS, BYTE_INPUTS, VECTORS)
+        low = _row_parts(low_row, inside < rows, first, lane, nibble, word_stride, row_words, BITS, BYTE_INPUTS, READ)
+        high = _row_parts(
+            high_row, inside + 8 < rows, first, lane, nibble, word_stride, row_words, BITS, BYTE_INPUTS, READ
+        )
         if WORDS < 4:  # two words of each slice, then the third of each slice, which is next to that of the other half
             two = own + piece * 512 + half * 256 + thread * 2
             pair = tl.join(_gather_word(low, high, MOVES, 0), _gather_word(low, high, MOVES, 1))
