@@ -108,6 +108,7 @@ def bind_addresses(host: str, port: int) -> list[socket.socket]:
     The sockets do not listen yet: clients are refused until the server starts.
     """
     bound: list[socket.socket] = []
+    elsewhere = None
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
@@ -115,10 +116,11 @@ def bind_addresses(host: str, port: int) -> list[socket.socket]:
                 bound.append(_bind(socket.socket(family, kind, protocol), address))
             except OSError as error:
                 # `localhost` may resolve to an IPv6 address on a machine without IPv6.
-                if len(addresses) == 1 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
-        if not bound:
-            raise OSError("none of its addresses is on this machine")
+                elsewhere = error
+        if elsewhere is not None and not bound:
+            raise elsewhere
     except (OSError, UnicodeError) as error:
         for each in bound:
             each.close()

@@ -12,7 +12,7 @@ import torch
 
 import lancebill.formats as formats
 from lancebill.errors import BadValue, CannotEncode, LancebillError, UnsupportedFormat, WrongShape
-from lancebill.formats import auto_round, bitnet, compressed_tensors, gptq, hqq, humming, quanto, torchao
+from lancebill.formats import auto_round, bitnet, compressed_tensors, fp8, gptq, hqq, humming, quanto, torchao
 from lancebill.formats.base import Config, Format, Module, Scheme
 from lancebill.numbers.codec import quantize
 from lancebill.numbers.dtypes import E8M0, TERNARY
@@ -66,9 +66,10 @@ ROTATED = parse_spec("int4-g32-h32")
         (lambda: gptq.FORMAT.add_modules({}, parse_spec("int4-g32"), [NAME]), "one spec"),
         (lambda: gptq.FORMAT.config_for(ROTATED, []), "cannot store a rotation"),
         (lambda: compressed_tensors.FORMAT.add_modules({}, ROTATED, [NAME]), "for all matrices or none"),
+        (lambda: fp8.FORMAT.export(parse_spec("fp8-channel:e8m0"), []), "FP8 has float scales"),
         (lambda: bitnet.FORMAT.export(QuantSpec(TERNARY, (Scale(E8M0, TENSOR, DIV),)), []), "bf16, fp16 or fp32"),
     ],
-    ids=["several specs", "rotation", "some rotated", "scale"],
+    ids=["several specs", "rotation", "some rotated", "powers of two", "scale"],
 )
 def test_what_a_format_cannot_state_is_not_written(write: Any, message: str) -> None:
     with pytest.raises(CannotEncode, match=message):

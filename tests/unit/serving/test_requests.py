@@ -1,0 +1,112 @@
+"""Requests that the server refuses or cannot finish, without a server: limits, templates, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("jinja2")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_engine import VOCABULARY, Counting, running  # noqa: E402
+
+from lancebill.errors import LaunchError, UnsupportedProblem  # noqa: E402
+from lancebill.serving.engine import BatchEngine  # noqa: E402
+from lancebill.serving.generation import Generation, Piece  # noqa: E402
+from lancebill.serving.listen import bind_addresses  # noqa: E402
+from lancebill.serving.parameters import ApiError  # noqa: E402
+from lancebill.serving.requests import Served, Wanted, wanted  # noqa: E402
+from lancebill.serving.sampling import Sampling  # noqa: E402
+
+MESSAGES = [{"role": "user", "content": "w3 w4"}]
+
+
+def served(template: str | None = None) -> Served:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+    tokenizer.chat_template = template
+    return Served("tiny", tokenizer, 64, VOCABULARY, Sampling())
+
+
+def test_prompts_in_tokens() -> None:
+    assert wanted(served(), {"messages": MESSAGES}).prompts == ((3, 4),)
+    joined = served("{% for message in messages %}{{ message['content'] }} {% endfor %}")
+    asked = {"instructions": "w9", "input": MESSAGES, "max_output_tokens": 3}
+    assert wanted(joined, asked).prompts == ((9, 3, 4),) and wanted(joined, asked).most == (3,)
+    thinking = served("{{ reasoning_effort }}")
+    assert wanted(thinking, {"messages": MESSAGES, "reasoning_effort": "w7"}).prompts == ((7,),)
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "param"),
+    [
+        ({"model": "other", "prompt": ["w3"]}, 404, "model"),
+        ({"prompt": ["w3"], "top_logprobs": 2}, 400, "top_logprobs"),
+        ({"prompt": ["w3"], "stream_options": True}, 400, "stream_options"),
+        ({"prompt": ["w3"], "logit_bias": {VOCABULARY: 1.0}}, 400, "logit_bias"),
+        ({"prompt": ["w3"], "max_tokens": 64}, 400, "prompt"),
+        ({"prompt": ["w3 " * 64]}, 400, "prompt"),
+        ({"prompt": [""]}, 400, "prompt"),
+        ({"prompt": [[VOCABULARY]]}, 400, "prompt"),
+        ({"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ({"messages": MESSAGES}, 400, "messages"),
+    ],
+)
+def test_what_is_refused(values: Mapping[str, Any], status: int, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        wanted(served("{{ raise_exception('no users') }}"), values)
+    assert (caught.value.status, caught.value.param) == (status, param)
+
+
+def generate(engine: BatchEngine, prompts: Sequence[tuple[int, ...]], stops: tuple[str, ...] = ()) -> list[Piece]:
+    async def pieces() -> list[Piece]:
+        asked = Wanted(tuple(prompts), 1, (4,) * len(prompts), Sampling(), stops, False, False)
+        generation = Generation(engine, served(), asked)
+        generation.submit()
+        return [piece async for piece in generation.pieces()]
+
+    return asyncio.run(pieces())
+
+
+def test_answers_until_they_stop() -> None:
+    engine = running(Counting())
+    assert "".join(piece.text for piece in generate(engine, [(3, 4)])).split() == ["w7", "w14", "w28", "w6"]
+    stopped = generate(engine, [(3, 4)], stops=("w14",))
+    assert "".join(piece.text for piece in stopped).split() == ["w7"] and stopped[-1].finish == "stop"
+    assert engine.stop(5)
+
+
+def test_a_full_queue_and_a_failing_model() -> None:
+    full, failing = running(Counting(), waiting=0), Counting()
+    with pytest.raises(ApiError) as caught:
+        generate(full, [(3, 4)])
+    assert caught.value.status == 429
+    failing.fail_at = 1
+    broken = running(failing)
+    with pytest.raises(ApiError) as caught:
+        generate(broken, [(3, 4)])
+    assert caught.value.status == 500
+    assert full.stop(5) and broken.stop(5)
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(LaunchError, match="cannot listen"):
+        bind_addresses("192.0.2.1", 0)
+
+
+def test_a_server_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "lancebill.serving.listen")
+    with pytest.raises(UnsupportedProblem, match=r"lancebill\[serve\]"):
+        importlib.import_module("lancebill.serving.listen")
