@@ -1,0 +1,71 @@
+"""Metadata and tensors of GGUF files that contradict each other, refused before a model is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.errors import LancebillError, MalformedFile, UnsupportedProblem
+from lancebill.integrations.transformers.gguf_config import config_of
+from lancebill.integrations.transformers.gguf_rows import ROWS
+from lancebill.testing.gguf import write_gguf
+
+EMBEDDING = {"token_embd.weight": (32, 32)}
+WITH_KINDS = next(name for name, row in ROWS.items() if row.kinds is not None)
+WITH_PERIODS = next(name for name, row in ROWS.items() if row.periods)
+WITH_FACTORS = next(name for name, row in ROWS.items() if row.factors is not None)
+
+
+def _sizes(architecture: str) -> dict[str, Any]:
+    row = ROWS[architecture]
+    keys = {
+        "embedding_length",
+        "attention.head_count",
+        "context_length",
+        *(k for pair in row.ratios.values() for k in pair),
+    }
+    return {**dict.fromkeys(keys, 4), **row.required}
+
+
+def _periodic() -> dict[str, tuple[int, ...]]:
+    name = next(iter(ROWS[WITH_PERIODS].periods))
+    return {**EMBEDDING, **{f"blk.{layer}.{name}": (32, 32) for layer in (0, 1, 3)}, "output.weight": (32, 32)}
+
+
+def _factors() -> dict[str, tuple[int, ...]]:
+    factors = ROWS[WITH_FACTORS].factors
+    assert factors is not None
+    return {**EMBEDDING, factors.short: (5,)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "metadata", "tensors", "kind", "message"),
+    [
+        ("qwen3moe", 1, {"attention.head_count": -1}, EMBEDDING, MalformedFile, "not negative"),
+        ("qwen3moe", 1, {}, {"output.weight": (32, 32)}, MalformedFile, "no embedding"),
+        (WITH_KINDS, 1, {}, EMBEDDING, MalformedFile, "a value for each of 1 layers"),
+        (WITH_PERIODS, 4, {}, _periodic(), UnsupportedProblem, "the same distance"),
+        (WITH_FACTORS, 1, {}, _factors(), MalformedFile, "rotary frequencies"),
+    ],
+    ids=["number", "embedding", "kinds", "periods", "factors"],
+)
+def test_what_contradicts_itself_is_refused(
+    architecture: str,
+    layers: int,
+    metadata: dict[str, Any],
+    tensors: dict[str, tuple[int, ...]],
+    kind: type[LancebillError],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    stated = {**_sizes(architecture), "block_count": layers, "expert_count": 2, "expert_used_count": 1, **metadata}
+    named = {"general.architecture": architecture, **{f"{architecture}.{key}": v for key, v in stated.items()}}
+    write_gguf(tmp_path / "x.gguf", named, {name: ("F32", torch.ones(shape)) for name, shape in tensors.items()})
+    with Checkpoint.open(tmp_path / "x.gguf") as checkpoint, pytest.raises(kind, match=message):
+        config_of(checkpoint)
