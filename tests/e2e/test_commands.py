@@ -81,6 +81,25 @@ def test_generate(model: Path) -> None:
     assert repeated["answers"][0]["text"] == found["answers"][0]["text"]
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch-cpu"])
+def test_chat(model: Path, backend: str) -> None:
+    """With native steps, and with transformers' own sampling."""
+    words = ["chat", str(model), "--system", "w9", "--max-tokens", "3", "--backend", backend, "--weights", "int8"]
+    typed = "w1 w2\n\n/clear\nw3\n/quit\nw4\n"
+    done = CliRunner().invoke(app, words, input=typed)
+    assert done.exit_code == 0, done.output
+    answers = [line for line in done.stdout.splitlines() if line.startswith("w")]
+    assert [len(answer.split()) for answer in answers] == [3, 3]
+
+
+def test_eval_as_a_table(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i}" for i in range(40)))
+    words = ["eval", str(model), "--text", str(text), "--variant", "stored", "--variant", "int8", "--limit", "1"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "perplexity" in done.stdout and "paired test" in done.stdout, done.output
+
+
 def test_eval(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i * 7 % 120}" for i in range(60)))

@@ -20,7 +20,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.cli import console as ui
 from lancebill.cli import engines
 from lancebill.cli.main import app
-from lancebill.errors import LaunchError, ranges
+from lancebill.errors import BadValue, CheckpointProblems, LaunchError, ranges
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.testing.checkpoints import Geometry, generate, save
@@ -378,6 +378,22 @@ def test_markup_in_error_texts_is_escaped(tmp_path: Path, capsys: pytest.Capture
 
     ui.print_error(MalformedFile("[bold]x[/bold] [/nonsense]", where="[red]"), ui.console())
     assert "[bold]x[/bold] [/nonsense]" in capsys.readouterr().out
+
+
+def test_many_problems_are_cut_and_progress_is_shown_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = [BadValue(f"problem {i}") for i in range(CheckpointProblems.SHOWN + 2)]
+    ui.print_error(CheckpointProblems(problems, where="here"), ui.console())
+    assert "... and 2 more" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with ui.progress("experts", 4) as advance:
+        advance(1)
+    with ui.bytes_loaded("loading") as update:
+        update(10, 20)
+    shown = capsys.readouterr().err
+    assert "experts" in shown and "loading" in shown
 
 
 def test_sizes_and_ranges_as_text() -> None:
