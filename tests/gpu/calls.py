@@ -123,10 +123,10 @@ class Guarded:
             assert bool((side == _MARK).all()), "a kernel wrote outside its output"
 
 
-def poison_scratch() -> None:
-    """Fill all scratch memory with NaN, so that reads of unwritten scratch show up."""
+def poison_scratch(byte: int = 0xFF) -> None:
+    """Fill all scratch memory with NaN (or another byte), so that reads of unwritten scratch show up."""
     for held in WORKSPACES.eager.values():
-        held.memory.fill_(0xFF)
+        held.memory.fill_(byte)
 
 
 def call(

@@ -182,6 +182,20 @@ def test_input_scales_of_experts(options: dict[str, object], spec: str, activati
     compare(problem, x, routing(problem, tokens, 5), 512, valid)
 
 
+@pytest.mark.plans(lambda activations, tokens: [(make_problem("mxfp4", activations, {}), tokens)])
+@pytest.mark.parametrize("activations", ["fp8", "fp8-static", "int8-static"])
+@pytest.mark.parametrize("tokens", [60, 1500])
+def test_rows_that_no_slot_has_are_not_read(activations: str, tokens: int) -> None:
+    """Slots without an expert leave rows that nothing writes; their experts would be any number."""
+    problem = make_problem("mxfp4", activations, {})
+    skip_unsupported(problem)
+    dispatch, weights = routing(problem, tokens, 5, kind="holes"), packed(problem, OURS)
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    want = call(gpu_backend(), problem, x, dispatch, weights, 512)
+    poison_scratch(0x5A)
+    assert torch.equal(call(gpu_backend(), problem, x, dispatch, weights, 512), want)
+
+
 @pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
 def test_other_dtypes_are_converted(form: str) -> None:
     """Parallel layers pass fp32 tensors; rows without an expert keep their bits."""

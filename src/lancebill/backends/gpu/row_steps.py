@@ -155,18 +155,19 @@ def _expert_inputs(gemm: GemmPlan, name: str) -> dict[str, tuple[str, Value]]:
 def prepare(plan: GpuPlan, name: str, rows: Ref, into: tuple[str, str], per_token: int = 1) -> Step:
     """Convert rows in `rows` to the input of a GEMM; the row order stays."""
     gemm, problem = plan.gemm(name), plan.problem
-    width = problem.matrices[name].k
-    owned = plan.needs_owners and (plan.work != "indexed" or gemm.scaled or gemm.static)
+    width, placed = problem.matrices[name].k, plan.work == "indexed"
+    owned = plan.needs_owners and (not placed or gemm.scaled or gemm.static)
     element = f"*{problem.input.name}"
     table: dict[str, tuple[str, Value]] = {
         "x": (element, rows),
+        "places": ("*i32", scratch_ref("places" if placed else "counts")),
         "owners": ("*i32", scratch_ref("owners" if owned else "counts")),
         **_expert_inputs(gemm, name),
         "out": (_row_pointer(gemm, problem.input.name), scratch_ref(into[0])),
         "scales": ("*fp32", scratch_ref(into[1])),
         "width": ("i32", width),
     }
-    constants = {"W": power_of_two(row_width(gemm, width)), **_conversion(gemm), "OWNED": owned}
+    constants = {"W": power_of_two(row_width(gemm, width)), **_conversion(gemm), "PLACED": placed, "OWNED": owned}
     kinds = {name: kind for name, (kind, _) in table.items()}
     source = src.rows_kernel("prepare_rows", kinds, constants, _warps(constants["W"]))
     return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (m * per_token, 1))

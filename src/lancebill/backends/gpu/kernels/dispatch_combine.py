@@ -290,22 +290,26 @@ def send_rows(
 
 @triton.jit
 def prepare_rows(
-    x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, QUANTISED: tl.constexpr,
-    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr, OWNED: tl.constexpr,
+    x, places, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, QUANTISED: tl.constexpr,
+    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr, PLACED: tl.constexpr,
+    OWNED: tl.constexpr,
 ):  # fmt: skip
     """Convert rows to the input of the next GEMM, one row per program. Skips rows without an expert.
 
+    PLACED: a program takes the row of its slot from `places`; nothing has written the rows after those of all slots.
     OWNED: read each row's expert from `owners`. Otherwise there is one expert, or the conversion does not depend on it.
     """
     gdc_wait()
     gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64)
+    if PLACED:
+        r = tl.load(places + r).to(tl.int64)
     k, at, length = stored_columns(width, W, QUANTISED, ROTATION)
     inside = k < width
     TYPE: tl.constexpr = out.dtype.element_ty
-    e = tl.zeros([], tl.int32)
+    e = tl.where(r < 0, -1, 0)
     if OWNED:
-        e = tl.load(owners + r)
+        e = tl.load(owners + r, mask=r >= 0, other=-1)
     if e >= 0:
         row, scale = prepare_row(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, TYPE, QUANTISED,
                                  False, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
