@@ -62,6 +62,7 @@ def decode_chunk(arrays, out, parts, counters, factors, bias, ids, top_k, weight
     tile = start // blocks
     slot, e = locate(local, tile, units)
     place = (tile, slot, e, start - tile * blocks, end - start)
+    async_copy.wait_group(0)  # copies after the end of the chunk before write zeros to the ring
     for i in gl.static_range(AHEAD):
         place = copy_stage(arrays, ring, i, place, local, units, slices, scale_blocks, width, slots_per_row, blocks,
                            config)  # fmt: skip
