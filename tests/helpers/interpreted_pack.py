@@ -25,7 +25,7 @@ from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight
 
 FORMS = [  # and experts; the tests on a GPU have all forms
-    ("mxfp4", "bf16", 2), ("mxfp4", "fp8", 1), ("nvfp4", "bf16", 1), ("int4-g32-zp", "bf16", 1),
+    ("mxfp4", "bf16", 1), ("mxfp4", "fp8", 1), ("nvfp4", "bf16", 2), ("int4-g32-zp", "bf16", 1),
     ("int4-g64:fp16", "bf16", 1), ("int4-g128-zp", "fp8", 1), ("int4-zp", "fp16", 1), ("fp8-channel", "fp8", 1),
     ("fp8-block", "bf16", 1), ("mxfp8", "fp16", 1), ("int3-g32-zp", "bf16", 1), ("nf4-g32", "bf16", 1),
 ]  # fmt: skip
