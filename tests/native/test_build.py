@@ -114,3 +114,9 @@ def test_stale_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(build.BuildFailed, match="No such file"):
         build.build(build.NUMBERS, tmp_path / "lib.so", cxx=str(tmp_path / "c++"))
+
+
+def test_building_again_builds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    if all(library.is_current() for library in build.LIBRARIES):
+        build.main()
+        assert capsys.readouterr().out.count("is up to date") == len(build.LIBRARIES)

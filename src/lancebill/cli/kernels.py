@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,9 +106,7 @@ def warmup(
                 got=device,
             )
         sources = [source for target in targets for source in _shipped(target)]
-        failed = _compile(sources, None, jobs)
-        for source, why in failed.items():
-            raise CompileError(why, where=source.label)
+        _require_all(_compile(sources, None, jobs))
         _load(sources, where.torch)
     summary = {"device": device, "kernels": len(sources), "seconds": round(time.perf_counter() - start, 1)}
     if as_json:
@@ -184,6 +183,12 @@ def _compile(sources: list[KernelSource], folder: Path | None, jobs: int | None)
 
     with ui.progress("compiling", len(sources)) as advance:
         return build_all(sources, folder, jobs, lambda source, error: advance(1))
+
+
+def _require_all(failed: Mapping[KernelSource, str]) -> None:
+    """Raise if a kernel did not compile."""
+    for source, why in failed.items():
+        raise CompileError(why, where=source.label)
 
 
 def _load(sources: list[KernelSource], device: Any) -> None:

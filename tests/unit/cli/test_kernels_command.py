@@ -11,7 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from lancebill.backends.hopper.shipped import shipped
+from lancebill.cli.kernels import _require_all
 from lancebill.cli.main import app
+from lancebill.errors import CompileError
 from lancebill.jit import build as builder
 from lancebill.jit.cache import SUFFIX, Cache
 from lancebill.jit.compile import Binary, compiler_version
@@ -72,3 +74,9 @@ def test_usage_errors_have_no_traceback(tmp_path: Path) -> None:
 def test_warmup_needs_a_gpu() -> None:
     assert call("warmup", "--json", code=2)["error"]["error"] == "SpecError"
     assert call("warmup", "--device", "sm_90", "--json", code=2)["error"]["error"] == "SpecError"
+
+
+def test_a_kernel_that_does_not_compile_is_not_loaded() -> None:
+    _require_all({})
+    with pytest.raises(CompileError, match="it spills"):
+        _require_all({next(shipped()): "it spills"})

@@ -84,3 +84,20 @@ def test_a_rotated_matrix_with_an_act_order_is_refused() -> None:
     quant["config_groups"]["group_0"]["weights"]["actorder"] = "group"
     with pytest.raises(UnsupportedFormat, match="act-order"):
         FORMAT.scheme(Config(quant=quant, method=FORMAT.name), Module(NAMES[1]))
+
+
+def test_columns_of_a_whole_rotation_follow_from_the_headers() -> None:
+    section = transforms(None, "re:.*_proj$")
+    section["config_groups"]["R4"]["apply"][0]["ignore"] = ["re:.*gate_proj$"]
+    stored = {
+        "int4-channel": (".weight_packed", Stored("I32", (64, K // 8))),
+        "fp8-channel": (".weight", Stored("F8_E4M3", (64, K))),
+    }
+    for name, (suffix, header) in stored.items():
+        quant = {**FORMAT.export(parse_spec(name), ())[0], "transform_config": section}
+        config = Config(quant=quant, method=FORMAT.name)
+        headers = {suffix: header, ".weight_scale": Stored("BF16", (64, 1))}
+        rotations = [FORMAT.scheme(config, Module(module, headers)).spec.rotation for module in NAMES[:2]]
+        assert rotations == [0, K], name
+        with pytest.raises(UnsupportedFormat, match="columns of a whole rotation"):
+            FORMAT.scheme(config, Module(NAMES[1]))
