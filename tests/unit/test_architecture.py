@@ -66,7 +66,7 @@ BELOW = {
     "evaluate": set[str](),
     "serving": set[str](),
     "integrations": {"numbers", "moe", "formats", "checkpoint", "backends", "split", "layer"},
-    "bench": {"numbers", "moe", "jit", "backends", "split", "layer"},
+    "bench": {"numbers", "moe", "formats", "jit", "backends", "split", "layer"},
 }
 TOP = {"cli", "testing", "demo"}  # may import every room; no other room imports them
 CHECKPOINT_ORDER = ("", "read", "resolve", "load", "write")  # each imports only those before it; "" is checkpoint/*.py

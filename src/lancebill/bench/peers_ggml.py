@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import product, takewhile
 from pathlib import Path
@@ -22,15 +22,17 @@ from torch import Tensor
 from lancebill.bench.peer import Peer
 from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
+from lancebill.formats.gguf import TYPES, gguf_scheme
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import BF16, F16
-from lancebill.numbers.spec import MXFP4, group, int_spec
+from lancebill.numbers.spec import group, int_spec
 from lancebill.numbers.weight import LogicalWeight
 
 FOLDER = "LANCEBILL_GGML"
 _BLOCK = 32  # columns
 _CPU = torch.device("cpu")
 _F32, _I32 = 0, 26
+_KINDS = {"Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}  # ggml's numbers
 _PARTS = ("base", "cpu")  # libraries, in the order in which they are loaded
 _SLACK = 1 << 20  # bytes of a context for a graph and the tensors' headers
 _REPACKED = b"CPU_REPACK"  # the memory that reorders what is written to it
@@ -221,10 +223,7 @@ class Storage(NamedTuple):
 
 def stored_as(problem: Problem) -> Storage:
     """The type that has the numbers of these weights. Wider groups have their scale once for each block."""
-    kinds = {
-        MXFP4: Storage(39, _nibbles),
-        int_spec(8, group(_BLOCK), scale=F16): Storage(8, _bytes),
-    }
+    kinds = {TYPES[name].spec: Storage(kind, partial(_blocks, name)) for name, kind in _KINDS.items()}
     for width, scale in product((32, 64, 128, 256), (F16, BF16)):
         kinds[int_spec(4, group(width), scale=scale)] = Storage(2, _nibbles)
     specs = {shape.spec for shape in problem.matrices.values()}
@@ -235,15 +234,15 @@ def stored_as(problem: Problem) -> Storage:
     return found
 
 
+def _blocks(name: str, weight: LogicalWeight) -> Tensor:
+    """As a GGUF file has them."""
+    return gguf_scheme(TYPES[name]).encode(weight)["codes"].flatten(1)
+
+
 def _nibbles(weight: LogicalWeight) -> Tensor:
     """A scale, then 16 bytes: the first 16 codes of a block in the low halves, the others in the high ones."""
     low, high = weight.codes.unflatten(-1, (-1, 2, _BLOCK // 2)).unbind(-2)
     return _with_scales(weight, low | (high << 4))
-
-
-def _bytes(weight: LogicalWeight) -> Tensor:
-    """A scale, then 32 signed bytes; the codes count from 128."""
-    return _with_scales(weight, (weight.codes ^ 0x80).unflatten(-1, (-1, _BLOCK)))
 
 
 def _with_scales(weight: LogicalWeight, codes: Tensor) -> Tensor:

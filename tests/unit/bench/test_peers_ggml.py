@@ -18,17 +18,27 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.codec import quantize
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 
-SPECS = {"mxfp4": "MXFP4", "int4-g32:fp16": "Q4_0", "int8-g32:fp16": "Q8_0"}
+K_SCALES = "uint6-g256:fp16-min.g32:uint6-min.g256"
+SPECS = {
+    "mxfp4": "MXFP4",
+    "int4-g32:fp16": "Q4_0",
+    "int8-g32:fp16": "Q8_0",
+    f"uint4-g32:{K_SCALES}": "Q4_K",
+    f"uint5-g32:{K_SCALES}": "Q5_K",
+    "int6-g16:int8-g256:fp16": "Q6_K",
+    "iq4-g32:fp16": "IQ4_NL",
+    "iq4-g32:uint6b32-g256:fp16": "IQ4_XS",
+}
 
 
 def problem_of(spec: str, inputs: str = "bf16") -> Problem:
-    return parse_shape("4,128,128,2").problem(parse_spec(spec), ACTIVATIONS[inputs])
+    return parse_shape("4,256,256,2").problem(parse_spec(spec), ACTIVATIONS[inputs])
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_blocks_are_those_of_gguf(spec: str) -> None:
     example = next(example for example in registry()["gguf"].examples() if example.name == SPECS[spec])
-    weight = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), example.scheme.spec)
+    weight = quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(0)), example.scheme.spec)
     stored = example.scheme.encode(weight)["codes"]
     assert torch.equal(stored_as(problem_of(spec)).encode(weight), stored.flatten(1))
 
