@@ -1,7 +1,7 @@
 // The CPU GEMM kernels: a few row blocks times a few input rows, group by group.
 //
-// Written once over a level's vector type `V`. A vector has `V::lanes` output rows: 16, or 4, where a row block is
-// processed in four parts. `V` provides:
+// Written once over a level's vector type `V`. A vector has `V::lanes` output rows: 16, or 8 or 4, where a row block is
+// processed in parts. `V` provides:
 //   rows                      largest number of input rows in one kernel call, 2 to 4
 //   blocks_at_once(sums)      row blocks that are multiplied together, given the accumulators per block: 1, 2 or 4, as
 //                             registers allow
@@ -223,10 +223,17 @@ void gemm_of_codes(const Packed& p, const Streams& s, Records<Rows> records, flo
   }
 }
 
+// The vectors of a level for a number of input rows.
+template <class V, int Rows>
+struct VectorsFor {
+  using Type = V;
+};
+
 // Selects the kernel by the codes of the matrix and the planes of its input. 4-bit codes always have at least two
 // blocks.
-template <class V, int Blocks, int Rows>
+template <class Level, int Blocks, int Rows>
 void gemm(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
+  using V = typename VectorsFor<Level, Rows>::Type;
   if (p.matrix->codes == LANCEBILL_FLOAT8) return float_gemm<V, Blocks, Rows>(p, s, records, out);
   if (p.matrix->codes == LANCEBILL_BYTE) return gemm_of_codes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
   if constexpr (Blocks > 1) {

@@ -28,16 +28,17 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 // Sums that stay in registers, rows of a matrix times rows of x: enough to hide the latency of an addition.
 #if defined(__AVX512F__)
-constexpr int kManyInputs = 8, kManyRows = 2, kSingleRows = 4;
-constexpr bool kPrefetchRows = true;
+constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 4, kSingleRows = 4;
+constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 16;  // of attention
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int kManyInputs = 4, kManyRows = 4, kSingleRows = 8;
-constexpr bool kPrefetchRows = false;  // a vector is an eighth of a cache line: too many prefetches
+constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 3, kSingleRows = 8;
+constexpr bool kPrefetchRows = true;
+constexpr bool kLoadPairs = true;  // a register holds two vectors of 16-bit numbers; half as many prefetches
 constexpr int kValueSums = 16;
 #else
-constexpr int kManyInputs = 4, kManyRows = 4, kSingleRows = 4;
-constexpr bool kPrefetchRows = true;
+constexpr int kManyInputs = 4, kManyRows = 4, kFewRows = 4, kSingleRows = 4;
+constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 8;
 #endif
 
@@ -86,6 +87,16 @@ struct StoredBf16 {
     return vector_at<Floats>(&wide);
 #endif
   }
+  static LANCEBILL_INLINE void load_pair(const Number* p, Floats& first, Floats& second) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    const uint16x8_t numbers = vld1q_u16(p), zero = vdupq_n_u16(0);
+    first = (Floats)vzip1q_u16(zero, numbers);
+    second = (Floats)vzip2q_u16(zero, numbers);
+#else
+    first = load(p);
+    second = load(p + kLanes);
+#endif
+  }
   static float one(Number h) { return from_bf16(h); }
   static Number stored(float x) { return to_bf16(x); }
 };
@@ -105,6 +116,10 @@ struct StoredF16 {
     return v;
 #endif
   }
+  static LANCEBILL_INLINE void load_pair(const Number* p, Floats& first, Floats& second) {
+    first = load(p);
+    second = load(p + kLanes);
+  }
   static float one(Number h) { return from_f16(h); }
   static Number stored(float x) { return to_f16(x); }
 };
@@ -112,6 +127,10 @@ struct StoredF16 {
 struct StoredF32 {
   using Number = float;
   static LANCEBILL_INLINE Floats load(const Number* p) { return vector_at<Floats>(p); }
+  static LANCEBILL_INLINE void load_pair(const Number* p, Floats& first, Floats& second) {
+    first = load(p);
+    second = load(p + kLanes);
+  }
   static float one(Number x) { return x; }
   static Number stored(float x) { return x; }
 };

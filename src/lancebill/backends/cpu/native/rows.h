@@ -29,17 +29,31 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
   const auto* w = static_cast<const typename Stored::Number*>(m.weights) + row * m.columns;
   const int64_t columns = m.columns, ahead = N * columns;  // the next block
   Floats sums[N][M] = {};
+  const auto add = [&](int64_t k, const Floats (&weights)[N]) __attribute__((always_inline)) {
+    LANCEBILL_EACH(i, M) {
+      const Floats input = vector_at<Floats>(x + i * x_stride + k);
+      LANCEBILL_EACH(n, N) sums[n][i] += weights[n] * input;
+    }
+  };
   int64_t k = 0;
+  if constexpr (kLoadPairs) {
+    for (; k + 2 * kLanes <= columns; k += 2 * kLanes) {
+      Floats first[N], second[N];
+      LANCEBILL_EACH(n, N) {
+        if (kPrefetchRows) __builtin_prefetch(w + n * columns + k + ahead, 0, 3);
+        Stored::load_pair(w + n * columns + k, first[n], second[n]);
+      }
+      add(k, first);
+      add(k + kLanes, second);
+    }
+  }
   for (; k + kLanes <= columns; k += kLanes) {
     Floats weights[N];
     LANCEBILL_EACH(n, N) {
       if (kPrefetchRows) __builtin_prefetch(w + n * columns + k + ahead, 0, 3);
       weights[n] = Stored::load(w + n * columns + k);
     }
-    LANCEBILL_EACH(i, M) {
-      const Floats input = vector_at<Floats>(x + i * x_stride + k);
-      LANCEBILL_EACH(n, N) sums[n][i] += weights[n] * input;
-    }
+    add(k, weights);
   }
   LANCEBILL_EACH(n, N) {
     LANCEBILL_EACH(i, M) {
@@ -70,7 +84,7 @@ LANCEBILL_INLINE void dense_of(const lancebill_dense& m, int64_t first, int64_t 
                                                out_stride);
   }
   for (; i + 4 <= count; i += 4) {
-    dense_rows<Stored, 4, 4>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+    dense_rows<Stored, kFewRows, 4>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
   }
   x += i * x_stride;
   out += i * out_stride;

@@ -1,17 +1,19 @@
-// Vectors of sixteen rows in four registers: ARM NEON with byte dot products.
+// Vectors of rows in several registers: ARM NEON with byte dot products.
 #pragma once
 
 #include <arm_neon.h>
 
 #include "convert.h"
+#include "kernel.h"
 #include "plan.h"
 
 namespace lancebill {
 namespace {
 
-struct Neon {
-  static constexpr int lanes = 16;
-  static constexpr int rows = 2;  // four would need too many registers
+template <int Registers>
+struct NeonVectors {
+  static constexpr int lanes = 4 * Registers;
+  static constexpr int rows = 4;
   static constexpr int blocks_at_once(int) { return 1; }
   static constexpr bool prefetch_twice = false;
   static constexpr bool lane_inputs = true;
@@ -20,13 +22,13 @@ struct Neon {
   static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
   struct Codes {
-    uint8x16_t part[4];
+    uint8x16_t part[Registers];
   };
   struct I32 {
-    int32x4_t part[4];
+    int32x4_t part[Registers];
   };
   struct F32 {
-    float32x4_t part[4];
+    float32x4_t part[Registers];
   };
   using Table = uint8x16_t;
 
@@ -77,8 +79,8 @@ struct Neon {
   static I32 shift_left(I32 a) {
     return each<I32>([&](int i) { return vshlq_n_s32(a.part[i], Bits); });
   }
-  static I32 zeros(const uint8_t* p, int) {
-    return each<I32>([&](int i) { return vreinterpretq_s32_u32(bytes(p, i)); });
+  static I32 zeros(const uint8_t* p, int part) {
+    return each<I32>([&](int i) { return vreinterpretq_s32_u32(bytes(p, part * Registers + i)); });
   }
 
   static F32 zero() { return spread(0); }
@@ -97,23 +99,24 @@ struct Neon {
   static F32 to_float(I32 a) {
     return each<F32>([&](int i) { return vcvtq_f32_s32(a.part[i]); });
   }
-  static F32 floats(const uint8_t* p, int) {
-    return each<F32>([&](int i) { return vreinterpretq_f32_u8(vld1q_u8(p + 16 * i)); });
+  static F32 floats(const uint8_t* p, int part) {
+    return each<F32>([&](int i) { return vreinterpretq_f32_u8(vld1q_u8(p + 16 * (part * Registers + i))); });
   }
   static void store(float* p, F32 a) {
-    for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.part[i]);
+    for (int i = 0; i < Registers; i++) vst1q_f32(p + 4 * i, a.part[i]);
   }
 
-  static F32 scales(int32_t kind, const uint8_t* p, int) {
+  static F32 scales(int32_t kind, const uint8_t* p, int part) {
+    const int first = part * Registers;
     switch (kind) {
       case LANCEBILL_SCALE_BF16:
-        return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(four_halves(p, i), 16)); });
+        return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(four_halves(p, first + i), 16)); });
       case LANCEBILL_SCALE_F16:
-        return each<F32>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(four_halves(p, i))); });
-      case LANCEBILL_SCALE_F32: return floats(p, 0);
+        return each<F32>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(four_halves(p, first + i))); });
+      case LANCEBILL_SCALE_F32: return floats(p, part);
       case LANCEBILL_SCALE_E8M0:
-        return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(bytes(p, i), 23)); });
-      case LANCEBILL_SCALE_E4M3: return halves(p, vdupq_n_s16(7), vdupq_n_u16(0xbfff));
+        return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(bytes(p, first + i), 23)); });
+      case LANCEBILL_SCALE_E4M3: return halves(p + part * lanes, vdupq_n_s16(7), vdupq_n_u16(0xbfff));
       default: return spread(1);
     }
   }
@@ -133,22 +136,36 @@ struct Neon {
  private:
   template <class Vector, class Function>
   LANCEBILL_INLINE static Vector each(Function function) {
-    return {{function(0), function(1), function(2), function(3)}};
+    if constexpr (Registers == 4) {
+      return {{function(0), function(1), function(2), function(3)}};
+    } else {
+      return {{function(0), function(1)}};
+    }
   }
   static uint16x4_t four_halves(const uint8_t* p, int i) { return vreinterpret_u16_u8(vld1_u8(p + 8 * i)); }
-  static uint32x4_t bytes(const uint8_t* p, int i) {
+  static uint32x4_t bytes(const uint8_t* p, int i) {  // the i-th four of sixteen
     const uint8x16_t all = vld1q_u8(p);
     const uint16x8_t half = vmovl_u8(i < 2 ? vget_low_u8(all) : vget_high_u8(all));
     return vmovl_u16(i % 2 == 0 ? vget_low_u16(half) : vget_high_u16(half));
   }
   static F32 halves(const uint8_t* p, int16x8_t shift, uint16x8_t mask) {  // sign extension puts the sign on top
-    const int8x16_t all = vreinterpretq_s8_u8(vld1q_u8(p));
-    const uint16x8_t first = vandq_u16(vreinterpretq_u16_s16(vshlq_s16(vmovl_s8(vget_low_s8(all)), shift)), mask);
-    const uint16x8_t last = vandq_u16(vreinterpretq_u16_s16(vshlq_s16(vmovl_s8(vget_high_s8(all)), shift)), mask);
-    const float16x8_t a = vreinterpretq_f16_u16(first), b = vreinterpretq_f16_u16(last);
-    return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_f32_f16(vget_high_f16(a)), vcvt_f32_f16(vget_low_f16(b)),
-             vcvt_f32_f16(vget_high_f16(b))}};
+    const auto eight = [&](int i) {
+      const int16x8_t wide = vshlq_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p + 8 * i))), shift);
+      return vreinterpretq_f16_u16(vandq_u16(vreinterpretq_u16_s16(wide), mask));
+    };
+    return each<F32>([&](int i) {
+      const float16x8_t both = eight(i / 2);
+      return vcvt_f32_f16(i % 2 == 0 ? vget_low_f16(both) : vget_high_f16(both));
+    });
   }
+};
+
+using Neon = NeonVectors<4>;
+
+// The sums of three and four input rows stay in registers if there are half as many for each.
+template <int Rows>
+struct VectorsFor<Neon, Rows> {
+  using Type = NeonVectors<(Rows > 2) ? 2 : 4>;
 };
 
 }  // namespace
