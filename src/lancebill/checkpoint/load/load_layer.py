@@ -23,7 +23,7 @@ from lancebill.numbers.unusual import any_set, assuming, repeating
 
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread. Larger slices
 # mean fewer calls and launches, which only one thread at a time makes.
-SLICE_BYTES = {"cpu": 10 << 20, "cuda": 64 << 20}
+SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 HELD_BYTES = 256 << 20  # of a slice whose tensors are on the GPU already: one thread, and nothing to read
 WORKING_BYTES = 192 << 20  # of all threads together
 MOST_GPU_THREADS = 3
