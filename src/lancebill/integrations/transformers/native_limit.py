@@ -52,7 +52,7 @@ def _product_seconds(native: Library, linear: nn.Linear, dtype: torch.dtype) -> 
 
 
 def _fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """The fastest run of each, in turns."""
+    """The fastest run of each, in turns: the others had to share the machine."""
     begin, found = time.perf_counter(), [[_seconds(call) for call in calls]]
     while len(found) < 2 or (len(found) <= _REPEATS and time.perf_counter() - begin < _SECONDS):
         found.append([_seconds(call) for call in calls])
@@ -60,7 +60,6 @@ def _fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Of each thread, whatever else the machine computes."""
-    start = time.process_time()
+    start = time.perf_counter()
     call()
-    return (time.process_time() - start) / torch.get_num_threads()
+    return time.perf_counter() - start
