@@ -24,10 +24,11 @@ def gpu_older() -> str:
     """For each machine: mean ratios, all cells with 16-bit activations, then int8 activations."""
     pages = []
     for machine in dict.fromkeys(file.machine for file in result_files("gpu-older")):
-        rows = newest_cells(result_files("gpu-older", machine))
-        compared = [row for row in rows if MARLIN in row["against"]]
-        tables = [means(compared), cells(compared), integers(rows)]
-        sources = links(*dict.fromkeys(row["run"] for row in rows))
+        files = result_files("gpu-older", machine)
+        compared = [row for row in newest_cells(files) if MARLIN in row["against"]]
+        timed = [row | {"run": file.name} for file in files for row in file.record["rows"]]
+        tables = [means(compared), cells(compared), integers(timed)]
+        sources = links(*(file.name for file in files))
         pages.append("\n".join([*filter(None, tables), f"From {sources}\n"]))
     return "\n".join(pages)
 

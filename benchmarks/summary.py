@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -247,6 +248,29 @@ def _vllm_serving(file: ResultFile) -> Iterator[Row]:
         }
 
 
+def _hybrid(file: ResultFile) -> Iterator[Row]:
+    """Split layers, and the CPU's part beside peers whose result is right."""
+    for row in file.record["rows"]:
+        layer = {"shape": row["shape"], "weights": row["spec"], "activations": "bf16", "tokens": row["tokens"]}
+        how = {"kind": row["kind"], "gpu_percent": row["share"], "routing": row["routing"]}
+        if row["kind"] == "decode":
+            yield {**layer, **how, "us": row["split_us"], "peers": {"cpu": row["cpu_us"], "gpu": row["gpu_us"]}}
+        elif row["kind"] == "prefill":
+            yield {**layer, **how, "us": row["prefill_us"], "peers": {"cpu": row["cpu_us"], "copied": row["copied_us"]}}
+        elif row["kind"] == "peers":
+            names = [name for name in ("llama.cpp", "kt-kernel") if f"{name}_us" in row]
+            right = [name for name in names if math.isfinite(row[f"{name}_difference"])]
+            yield {**layer, **how, "us": row["cpu_us"], "peers": {name: row[f"{name}_us"] for name in right}}
+        else:
+            yield {**layer, **how, "us": row["recency_us"], "peers": {"without moves": row["still_us"]}}
+
+
+def _pack(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["results"]:
+        how = {"case": row["case"], "source": row["source"], "weights": row["spec"]}
+        yield {**how, "gb_per_s": row["bytes_per_s"] / 1e9, "of_copy_rate": row.get("copy_share"), "peers": {}}
+
+
 TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-layer": _gpu_layer,
     "gpu-shapes": _gpu_shapes,
@@ -266,6 +290,8 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "rounding": _rounding,
     "verify": _verify,
     "vllm-serving": _vllm_serving,
+    "hybrid": _hybrid,
+    "pack": _pack,
 }
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import summary
 from gpu_tables import gpu_host, gpu_layer, layer_runs, mean_ratio, newest_cells
+from hybrid_tables import hybrid, pack
 from older_tables import gpu_older
 from result_files import (
     ROOT,
@@ -33,7 +34,7 @@ from shape_tables import gpu_shapes
 from vllm_cpu_tables import vllm_cpu
 from vllm_tables import vllm_serving
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "vllm.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("results.md", "vllm.md", "hybrid.md")))
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # The question that README shows to `lancebill explain`.
@@ -365,7 +366,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, generate, perplexity, questions,
-        memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving,
+        memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving, hybrid, pack,
     )
 }  # fmt: skip
 

@@ -1,0 +1,88 @@
+"""Tables of layers that are split between a GPU and the CPU, and of packing on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from result_files import links, markdown_table, newest_files, table_by_tokens
+
+Row = dict[str, Any]
+PEERS = ("llama.cpp", "kt-kernel")
+_DECODE_NOTE = (
+    "µs of a replayed call with the share of experts that is on the GPU, uniform routing (the most that is asked: the "
+    "slower part alone / 0.9 + 20 µs)."
+)
+_PREFILL_NOTE = (
+    "ms of a call with half of the experts on the GPU, as planned (with all missing experts on the CPU; with all "
+    "copied; best: the least of the time of the wire, of the CPU, and of both together)."
+)
+_PEERS_NOTE = (
+    "µs of all experts on the CPU (a peer's time over ours; wrong: its result differs, and its time is not compared)."
+)
+
+
+def hybrid() -> str:
+    pages = []
+    for file in newest_files("hybrid"):
+        record = file.record
+        rows = {kind: [row for row in record["rows"] if row["kind"] == kind] for kind in ("decode", "prefill", "peers")}
+        machine, low_high = record["machine"], " to ".join(f"{rate:.0f}" for rate in record["machine"]["read_gbs"])
+        pages += [
+            f"{file.machine_title}, {machine['threads']} threads; memory is read at {low_high} GB/s, "
+            f"PCIe copies {machine['wire_gbs']:.0f} GB/s. {_within(rows['decode'])} From {links(file.name)}\n",
+            decode(rows["decode"]), prefill(rows["prefill"]), peers(rows["peers"]),
+        ]  # fmt: skip
+    return "\n".join(pages)
+
+
+def _within(rows: list[Row]) -> str:
+    kept = sum(row["within"] for row in rows)
+    worst = max(row["split_us"] / row["bar_us"] for row in rows)
+    return f"{kept} of {len(rows)} cells are within what is asked, the worst takes {worst:.2f} times it."
+
+
+def decode(rows: list[Row]) -> str:
+    table: dict[str, dict[int, str]] = {}
+    for row in rows:
+        if row["routing"] == "uniform":
+            label = f"{row['shape']}, {row['spec']}, {row['share']} %"
+            table.setdefault(label, {})[row["tokens"]] = f"{row['split_us']:,.0f} ({row['bar_us']:,.0f})"
+    return table_by_tokens(table, _DECODE_NOTE)
+
+
+def prefill(rows: list[Row]) -> str:
+    table: dict[str, dict[int, str]] = {}
+    for row in rows:
+        best = row["prefill_us"] / row["over_best"]
+        planned, cpu, copied, best = (us / 1e3 for us in (row["prefill_us"], row["cpu_us"], row["copied_us"], best))
+        text = f"{planned:.1f} ({cpu:.1f}; {copied:.1f}; best {best:.1f})"
+        table.setdefault(f"{row['shape']}, {row['spec']}", {})[row["tokens"]] = text
+    return table_by_tokens(table, _PREFILL_NOTE)
+
+
+def peers(rows: list[Row]) -> str:
+    table: dict[str, dict[int, str]] = {}
+    for row in rows:
+        found = ", ".join(f"{name} {_ratio(row, name)}" for name in PEERS if f"{name}_us" in row)
+        table.setdefault(f"{row['shape']}, {row['spec']}", {})[row["tokens"]] = f"{row['cpu_us']:,.0f} ({found})"
+    return table_by_tokens(table, _PEERS_NOTE)
+
+
+def _ratio(row: Row, peer: str) -> str:
+    return f"{row[f'{peer}_over_ours']:.2f}x" if math.isfinite(row[f"{peer}_difference"]) else "wrong"
+
+
+def pack() -> str:
+    pages = []
+    for file in newest_files("pack"):
+        rows = [
+            (row["case"], row["source"], f"{row['bytes_per_s'] / 1e9:.0f}", f"{100 * row['copy_share']:.1f} %",
+             f"{row['seconds'] * 1e3:.0f}", f"{row['peak_bytes'] / 2**20:,.0f}")
+            for row in file.record["results"]
+        ]  # fmt: skip
+        head = ("stored as", "from", "GB/s", "of the copy rate", "ms", "MiB beside the result")
+        size = file.record["results"][0]["packed_bytes"] / 1e9
+        note = f"A layer of {size:.1f} GB on {file.machine_title}, all experts; {links(file.name)}"
+        pages.append(markdown_table(head, rows, note))
+    return "\n".join(pages)
