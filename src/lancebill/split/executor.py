@@ -17,10 +17,10 @@ from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
 from lancebill.split.gpu_queues import MailboxQueue, SideStream
-from lancebill.split.host_calls import MOST_ROWS
 from lancebill.split.large_batches import LargeBatches
 from lancebill.split.moves import Maps, Moves
 from lancebill.split.run_part import HostPart, run_part
+from lancebill.split.ways import MOST_ROWS
 
 MAILBOX_ROWS = MOST_ROWS  # with more, there are several calls, which need a stream of their own
 

@@ -20,8 +20,8 @@ from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.moe.dispatch import Indexed
 from lancebill.split.host_threads import HostThreads
+from lancebill.split.ways import MOST_ROWS
 
-MOST_ROWS = 1024  # of one host call: more are computed piece by piece, in the same buffers
 MOST_CALLS = 64  # kept for eager calls, one for each number of tokens
 _THREADS: list[HostThreads] = []  # of this process, once they are chosen
 # Pinned memory by queue: its calls run one after the other, so all layers share it. The calls keep it alive.

@@ -177,6 +177,26 @@ def test_more_tokens_never_send_fewer_experts_to_the_gpu() -> None:
     assert "the CPU computes" in text and "are copied to the GPU" in text
 
 
+# Recorded on an H200's host: tokens, top k, experts, those in host memory, bytes of an expert and its operations for a
+# token, the rates of the CPU, and the time that the CPU took alone.
+MEASURED = (
+    (512, 8, 128, 64, 10.03e6, 37.7e6, 91.1, 4455, 18_413), (2048, 8, 128, 64, 10.03e6, 37.7e6, 91.1, 4455, 72_632),
+    (8192, 8, 128, 64, 10.03e6, 37.7e6, 91.1, 4455, 269_672), (512, 6, 256, 128, 13.4e6, 50.3e6, 110.2, 4976, 32_554),
+    (2048, 6, 256, 128, 13.4e6, 50.3e6, 110.2, 4976, 85_063),
+    (8192, 6, 256, 128, 13.4e6, 50.3e6, 110.2, 4976, 331_864),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("measured", MEASURED)
+def test_the_estimate_of_the_cpu_is_what_was_measured(measured: tuple[float, ...]) -> None:
+    """Rather too high than too low: the GPU can wait for the CPU, but a copy takes the time it takes."""
+    tokens, top_k, experts, missing, size, flops, cpu_gbs, cpu_gflops, us = measured
+    rates = Rates(copy_gbs=50, cpu_gbs=cpu_gbs, cpu_gflops=cpu_gflops, pack_gbs=50)
+    expert = ExpertSize(round(size), round(flops), 4096 * 4)
+    ways = expected_ways(int(missing), int(tokens), int(top_k), int(experts), expert, rates)
+    assert 0.95 < ways.cpu_alone_us / us < 1.5
+
+
 def test_explain_prints_the_ways() -> None:
     words = ["explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--device", "sm_90", "--gpu-experts", "64"]
     text = CliRunner().invoke(app, [*words, "--tokens", "2048"]).output
