@@ -191,8 +191,12 @@ def _routing(file: ResultFile) -> list[str]:
 
 def _sanitizers(file: ResultFile) -> str:
     run = file.record
-    clean = [verdict["tool"] for verdict in run["verdicts"] if verdict["verdict"] == "clean"]
+    verdicts = ", ".join(f"{verdict['tool']} {_verdict(verdict)}" for verdict in run["verdicts"])
     return (
         f"compute-sanitizer on {len(run['cases'])} small layers, which cover every branch of the kernels: "
-        f"{', '.join(clean) or 'no tool'} clean at {run['commit'][:7]} ({links(file.name)})."
+        f"{verdicts}, at {run['commit'][:7]} ({links(file.name)})."
     )
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
+    return "clean" if verdict["verdict"] == "clean" else f"{verdict['unordered']} findings"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.cpu.host_call import HostCall
+from lancebill.backends.gpu.workspace import outside_pools
 from lancebill.errors import LaunchError
 from lancebill.jit import driver
 from lancebill.split.mailbox import PINNED, Mailbox
@@ -113,9 +114,15 @@ class MailboxQueue(_GpuQueue):
 
 
 def pinned(size: int, capturing: bool) -> Tensor:
-    """Bytes of host memory that a GPU can read and write in place."""
+    """Bytes of host memory that a GPU can read and write in place.
+
+    torch has pools of pinned memory for graphs, too, which end with the first graph that used them.
+    """
+
+    def make() -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
     try:
-        with driver.uncaptured() if capturing else nullcontext():
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return outside_pools(torch.device("cuda", torch.cuda.current_device()), None, make) if capturing else make()
     except RuntimeError as error:
         raise LaunchError("no pinned host memory is left for the CPU's part", got=f"{size} bytes") from error
