@@ -92,6 +92,20 @@ def test_few_experts_are_not_read_for_every_slot(arch: int) -> None:
     assert [decodes("deepseek-v4-flash", tokens) for tokens in (1, 4)] == [True, True]
 
 
+def test_few_tiles_are_spread_over_all_processors() -> None:
+    """Mixtral's w2 has 32 units of 8 experts: as pairs, 128 tiles for the 324 blocks of an A100. Single ones are
+    three for an SM, or two where it has more SMs; those share its memory, and nothing is kept for others."""
+    problem = NAMED["mixtral-8x7b"].problem(parse_spec("mxfp4"), parse_activation("bf16"))
+
+    def tiles(tokens: int, processors: int) -> list[tuple[int, int]]:
+        plan = make_plan(problem, tokens, Device("cuda", 80, processors=processors))
+        return [(tile.units, tile.blocks) for name in problem.matrices for tile in plan.gemm(name).tiles]
+
+    assert tiles(16, 108) == tiles(64, 108) == [(2, 3), (1, 3)]
+    assert tiles(16, 132) == tiles(64, 132) == [(2, 3), (1, 2)]
+    assert tiles(64, 28) == [(2, 3), (2, 3)]
+
+
 def test_configurations_fit_the_card_s_shared_memory() -> None:
     """Of every shipped problem and batch: all resident blocks with all stages, and their registers."""
     for arch in ARCHS:

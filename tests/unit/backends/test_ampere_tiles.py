@@ -58,7 +58,7 @@ def test_pipelines_fit_the_card(form: WeightForm, shared: int) -> None:
 def test_kernels_use_the_cards_instructions(form: WeightForm, tokens: int, arch: int, instruction: str) -> None:
     """They compile without spills and copy weights past the first-level cache. Sums of a group become floats without a
     conversion, which older GPUs make slowly."""
-    tile = tiles.tile(form, (tokens,), True, 64, CARDS["sm_80"], 2)
+    tile = tiles.tile(form, (tokens,), True, 64, CARDS["sm_80"], paired=True)
     source = kernel_sources.grouped_gemm(form, tile, "bf16", "gated", "silu", bias=False)
     compiled = compile_kernel(replace(source, arch=arch))
     listing = disassemble(compiled.cubin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from lancebill.backends.ampere import tiles
@@ -11,7 +12,7 @@ from lancebill.backends.gpu.chunks import cut
 from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
-from lancebill.backends.gpu.roofline import Efficiency, estimate_us
+from lancebill.backends.gpu.roofline import Efficiency, activated_experts, estimate_us
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import Rule, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
@@ -26,6 +27,7 @@ def make_plan(
 ) -> GpuPlan:
     """The plan for a batch on a device. `tried` and `decode` override the tuning data."""
     tokens, layout, card = bucket(max(tokens, 1)), FragmentLayout(problem), nearest_card(device)
+    processors = device.processors or card.processors
     gemms = [gemm_plan(layout, name) for name in problem.matrices]
     fp8 = any(gemm.form.activations == E4M3 for gemm in gemms)
     plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch, fp8=fp8), graphed=tune.graphed(tokens))
@@ -34,9 +36,9 @@ def make_plan(
     if decode is None:
         decode = not any(gemm.byte_inputs for gemm in gemms) and tune.decodes(plan.slots) and may_decode(plan, layout)
     if decode:
-        gemms = [_decoding(plan, gemm, card, device.processors or card.processors) for gemm in gemms]
+        gemms = [_decoding(plan, gemm, card, processors) for gemm in gemms]
     else:
-        gemms = [_grouped(problem, gemm, name, rule, card) for gemm, name in zip(gemms, problem.matrices)]
+        gemms = [_grouped(plan, gemm, name, rule, card, processors) for gemm, name in zip(gemms, problem.matrices)]
     plan = replace(
         plan,
         estimate_us=estimate_us(layout, slots, card, _REACHED),
@@ -55,10 +57,17 @@ def make_plan(
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
 
 
-def _grouped(problem: Problem, gemm: GemmPlan, name: str, rule: Rule, card: Card) -> GemmPlan:
-    """The GEMM with the tile sizes of each launch."""
-    gated = problem.is_gated(name)
-    made = tuple(tiles.tile(gemm.form, sizes, gated, gemm.slices, card.shared, gemm.units) for sizes in rule.launches)
+def _grouped(plan: GpuPlan, gemm: GemmPlan, name: str, rule: Rule, card: Card, processors: int) -> GemmPlan:
+    """The GEMM with the tile sizes of each launch.
+
+    With few experts there are few tiles. They take two units only if that leaves enough tiles for all SMs, and no more
+    blocks share an SM's memory than it gets tiles.
+    """
+    problem, slots = plan.problem, plan.expected_slots
+    each = gemm.units * max(activated_experts(problem, slots), slots / max(rule.sizes)) / processors
+    paired = gemm.units % 2 == 0 and each / 2 >= tiles.PAIRED_BLOCKS
+    gated, room, most = problem.is_gated(name), card.shared, math.ceil(each)
+    made = tuple(tiles.tile(gemm.form, sizes, gated, gemm.slices, room, paired, most) for sizes in rule.launches)
     return replace(gemm, tiles=made)
 
 

@@ -27,8 +27,10 @@ class _Shape(NamedTuple):
 
 
 _SHAPES = {8: _Shape(4, 3), 16: _Shape(2, 4), 32: _Shape(2, 3), 64: _Shape(2, 2)}  # by tokens
-_PAIRED = {16: _Shape(2, 3), 32: _Shape(1, 3)}  # tiles of two units, which read their tokens once for both
+PAIRED_BLOCKS = 3  # per SM
+_PAIRED = {16: _Shape(2, PAIRED_BLOCKS), 32: _Shape(1, PAIRED_BLOCKS)}  # two units, which read their tokens once
 _DECODE = _Shape(4, 3)
+_FEWEST_BLOCKS = 2  # one alone has nothing that hides its waits
 SIZES = tuple(_SHAPES)
 
 
@@ -39,21 +41,26 @@ def stage_bytes(form: WeightForm, tokens: int, slices: int, units: int = 1) -> i
 
 
 @cache
-def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, shared: int, units: int = 1) -> Tile:
-    """The pipeline of a launch, for a matrix of so many slices and units and SMs with `shared` bytes of shared memory.
+def tile(
+    form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, shared: int, paired: bool = False,
+    most_blocks: int = 4,
+) -> Tile:  # fmt: skip
+    """The pipeline of a launch, for a matrix of so many slices and SMs with `shared` bytes of shared memory.
 
-    Tiles take two units where the matrix allows it and as many blocks as intended still share an SM.
+    `paired` tiles take two units if as many blocks as intended still share an SM. Where an SM gets few tiles, no more
+    than `most_blocks` blocks share its memory, so that those have longer stages.
     """
     tokens = max(sizes)
     staging = min(tokens, 32) * (64 if gated else 128) * 2
     simple = form.simple and form.scale_words <= 1 and not form.two_part_scale
-    if tokens in _PAIRED and units % 2 == 0 and simple:
+    if paired and tokens in _PAIRED and simple:
         found = _Share(form, tokens, 2, shared, staging).fill(sizes, _PAIRED[tokens], slices)
-        if found.blocks == _PAIRED[tokens].blocks:
+        if found.blocks == PAIRED_BLOCKS:
             return found
     shape = _SHAPES[tokens]
     if tokens == max(SIZES) and not (_needs_few_registers(form) and shared <= _SM80_SHARED):
         shape = shape._replace(blocks=2)
+    shape = shape._replace(blocks=min(shape.blocks, max(_FEWEST_BLOCKS, most_blocks)))
     return _Share(form, tokens, 1, shared, staging).fill(sizes, shape, slices)
 
 
