@@ -14,7 +14,7 @@ from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import Efficiency, activated_experts, estimate_us
 from lancebill.backends.gpu.target import compile_target
-from lancebill.backends.gpu.tiles import Rule, bucket, reachable
+from lancebill.backends.gpu.tiles import Rule, Tile, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
 from lancebill.moe.problem import Device, Problem
 
@@ -45,7 +45,7 @@ def make_plan(
         notes=(
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
             *dict.fromkeys(gemm.form.name for gemm in gemms),
-            *_pipelines(gemms),
+            *_pipelines(dict(zip(problem.matrices, gemms))),
             f"estimated for {card.name}",
             *(UNTRIED for gemm in gemms[:1] if gemm.form.activations == E4M3),
         ),
@@ -79,7 +79,15 @@ def _decoding(plan: GpuPlan, gemm: GemmPlan, card: Card, processors: int) -> Gem
     return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=(tile,))
 
 
-def _pipelines(gemms: list[GemmPlan]) -> tuple[str, ...]:
-    """Stages of the largest tile's pipeline and blocks per processor, for each GEMM."""
-    largest = [max(gemm.tiles, key=lambda tile: tile.sizes) for gemm in gemms]
-    return tuple(dict.fromkeys(f"{t.stages} stages of {t.slices} slices, {t.blocks} blocks per SM" for t in largest))
+def _pipelines(gemms: dict[str, GemmPlan]) -> tuple[str, ...]:
+    """The largest tile's pipeline of each GEMM, or that of all of them."""
+    largest = {name: max(gemm.tiles, key=lambda tile: tile.sizes) for name, gemm in gemms.items()}
+    texts = {name: _pipeline(tile) for name, tile in largest.items()}
+    if len(set(texts.values())) == 1:
+        return tuple(set(texts.values()))
+    return tuple(f"{name}: {text}" for name, text in texts.items())
+
+
+def _pipeline(tile: Tile) -> str:
+    slices = "1 slice" if tile.slices == 1 else f"{tile.slices} slices"
+    return f"{tile.stages} stages of {slices}, {tile.blocks} blocks per SM"

@@ -39,7 +39,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
         estimate_us=_estimate(problem, layout, slots),
         notes=(
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
-            *(form.name for form in forms),
+            *dict.fromkeys(form.name for form in forms),
             *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
         ),
         rule=rule,
