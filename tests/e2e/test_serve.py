@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 
-STARTUP_LIMIT = 120.0  # seconds
+LIMIT = 300.0  # seconds: nothing is expected to take so long, however busy the machine is
 KEY = "a key"
 Served = tuple[str, subprocess.Popen[str]]
 
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=LIMIT) as answer:
         body: bytes = answer.read()
         return body
 
@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         [*command, "--host", "127.0.0.1", "--port", str(port)],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    end = time.monotonic() + STARTUP_LIMIT
+    end = time.monotonic() + LIMIT
     while True:
         try:
             get(f"http://127.0.0.1:{port}/health")
@@ -85,7 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @functools.cache
 def client(url: str) -> Any:
-    return openai.OpenAI(base_url=url, api_key=KEY, timeout=60, max_retries=0)
+    return openai.OpenAI(base_url=url, api_key=KEY, timeout=LIMIT, max_retries=0)
 
 
 def stream_answer(
@@ -132,7 +132,7 @@ def post(url: str, page: str, body: Any, **headers: str) -> tuple[int, Any]:
     listed = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
     request = urllib.request.Request(url.removesuffix("/v1") + page, data, listed)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -237,24 +237,31 @@ def test_completions_and_responses(served: Served) -> None:
     assert events[0].type == "response.created" and events[-1].response.output_text == expected
 
 
-def test_a_client_that_has_gone_stops_generating(served: Served) -> None:
-    """Streamed or not: the answers would be as long as the context allows."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_has_gone_stops_generating(served: Served, stream: bool) -> None:
+    """The answers would be as long as the context allows. If they end before we have gone, we ask again."""
     url = served[0]
-    for stream in (True, False):
-        before = metric(url, "answers_cancelled_total")
-        body = json.dumps(chat(max_tokens=None, n=8, stream=stream)).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps(chat(max_tokens=None, n=8, stream=stream)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    before = metric(url, "answers_cancelled_total")
+
+    def ask_and_go() -> bool:
+        generated = metric(url, "generated_tokens_total")
         with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as raw:
             raw.sendall(head.encode() + body)
-            if stream:
-                raw.recv(100)
-            while metric(url, "answers_running") + metric(url, "answers_waiting") == 0:
-                pass
-        end = time.monotonic() + 10
-        while metric(url, "answers_cancelled_total") == before:
-            assert time.monotonic() < end
-        assert metric(url, "answers_running") == 0
+            wait_until(lambda: metric(url, "generated_tokens_total") > generated)
+        wait_until(lambda: metric(url, "answers_running") + metric(url, "answers_waiting") == 0)
+        return metric(url, "answers_cancelled_total") > before
+
+    wait_until(ask_and_go)
 
 
 def test_the_chat_page(served: Served) -> None:
@@ -284,8 +291,8 @@ def test_concurrent_clients(served: Served) -> None:
 
 def test_sigterm_ends_soon_and_lets_short_answers_finish(served: Served) -> None:
     url, process = served
-    whole = stream_answer(url, "w5 w6", 40)
-    assert stream_answer(url, "w5 w6", 40, on_first=lambda: process.send_signal(signal.SIGTERM)) == whole
-    assert process.wait(timeout=5) in (0, -signal.SIGTERM)
+    whole = stream_answer(url, "w5 w6", 10)
+    assert stream_answer(url, "w5 w6", 10, on_first=lambda: process.send_signal(signal.SIGTERM)) == whole
+    assert process.wait(timeout=LIMIT) in (0, -signal.SIGTERM)
     shown = process.stderr.read() if process.stderr else ""
     assert "int4-g32 x fp32 on" in shown and "run batched" in shown and "Traceback" not in shown
