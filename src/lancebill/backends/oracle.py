@@ -6,7 +6,7 @@ ties by name. An explicit request is honoured or refused with the whole table, n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.backends.registry import registry
@@ -98,7 +98,8 @@ def explain(problem: Problem, device: Device | str, requested: str = AUTO, token
         raise UnsupportedProblem(
             f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}"
         )
-    verdicts = tuple(_verdict(backend, problem, device, tokens) for backend in backends.values())
+    planned = replace(problem, experts=max(1, problem.experts))  # no backend plans for no experts
+    verdicts = tuple(_verdict(backend, planned, device, tokens) for backend in backends.values())
     candidates = [v for v in verdicts if v.supported and requested in (v.backend.name, AUTO)]
     if requested == AUTO:
         candidates = [v for v in candidates if not v.backend.on_request]

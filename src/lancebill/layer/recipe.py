@@ -122,11 +122,10 @@ class Recipe:
         return replace(whole._part(split.device, options), host=host)
 
     def _part(self, slots: tuple[int, ...], options: LoadOptions) -> Recipe:
-        """The recipe of some of the slots. No backend plans for no experts, so an empty part is planned for one."""
-        problem, plan = self.choice.problem, self.plan
-        choice = oracle.select(replace(problem, experts=max(1, len(slots))), options.device, options.backend)
-        choice = replace(choice, problem=replace(problem, experts=len(slots)))
-        plan = replace(plan, experts=tuple(plan.experts[slot] for slot in slots))
+        """The recipe of some of the slots, or of none."""
+        problem = replace(self.choice.problem, experts=len(slots))
+        choice = oracle.select(problem, options.device, options.backend)
+        plan = replace(self.plan, experts=tuple(self.plan.experts[slot] for slot in slots))
         return replace(self, plan=plan, choice=choice, options=options, slots=slots)
 
     @classmethod

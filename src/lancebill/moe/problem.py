@@ -35,7 +35,7 @@ class Problem:
 
     w13: MatrixShape
     w2: MatrixShape | None
-    experts: int  # local slots
+    experts: int  # local slots; a part of a split layer may have none
     global_experts: int
     top_k: int
     activation: Activation = field(default_factory=Activation)
@@ -63,6 +63,10 @@ class Problem:
                 raise SpecError("a matrix has the wrong name", expected=name, got=shape.name)
             if shape.n < 1 or shape.k < 1:
                 raise SpecError("a matrix needs rows and columns", where=name, got=f"{shape.n} x {shape.k}")
+        counts = ("experts", self.experts, 0), ("global_experts", self.global_experts, 1), ("top_k", self.top_k, 1)
+        for what, count, least in counts:
+            if count < least:
+                raise SpecError("a layer needs experts, and tokens need a choice", where=what, got=count)
         if self.weight_on_input and self.top_k != 1:
             raise SpecError("routing weights can scale the input only with top-1 routing", got=f"top_k {self.top_k}")
         if self.w2 is not None and self.w13.n != self.w2.k * (2 if self.activation.gated else 1):

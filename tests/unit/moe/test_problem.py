@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lancebill.backends import oracle
 from lancebill.checkpoint.load.load_experts import plan_layer
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
@@ -48,6 +49,20 @@ def test_only_gated_experts_have_twice_the_rows() -> None:
             Problem(shape, None, 2, 2, 2)
     with pytest.raises(SpecError, match="a matrix has the wrong name"):
         Problem(MatrixShape("w2", 64, 64, DENSE_BF16), None, 2, 2, 2)
+
+
+@pytest.mark.parametrize(("what", "count"), [("experts", -1), ("global_experts", 0), ("top_k", 0), ("top_k", -1)])
+def test_a_layer_without_experts_or_choices_is_refused(what: str, count: int) -> None:
+    with pytest.raises(SpecError, match="needs experts") as refused:
+        replace(_problem(96, 48, "silu"), **{what: count})
+    assert what in str(refused.value) and str(count) in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_80", "sm_90"])
+def test_a_part_without_experts_is_planned_as_a_part_of_one(device: str) -> None:
+    whole = _problem(256, 128, "silu")
+    empty, one = (oracle.select(replace(whole, experts=count), device) for count in (0, 1))
+    assert empty.problem.experts == 0 and empty.backend is one.backend
 
 
 def test_equal_shapes_can_have_different_activations() -> None:
