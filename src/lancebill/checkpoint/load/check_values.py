@@ -1,8 +1,9 @@
 """Decode every matrix and find stored values that cannot be right.
 
 Problems: NaN or infinity in codes, scales, minima, zero points or biases; a zero point outside 0 .. 2**bits; an
-act-order that is not a permutation; an activation scale that is not positive; a zero scale over non-zero codes
-(except where scales are small integers, as in GGUF, which writes an empty block that way).
+activation scale that is not positive; a zero scale over non-zero codes (except where scales are small integers, as in
+GGUF, which writes an empty block that way). What cannot be decoded, such as an act-order with a group that does not
+exist, is a problem too.
 
 Warnings: scales that were not fitted to the weights (all equal, or most of them the largest of their type), and
 activation scales that no calibration gives. A negative scale is only a note, and only for float codes: integer formats
@@ -130,7 +131,6 @@ class _Checker:
             if not extent(level.dtype, codes).finite:
                 yield from self._invalid("minimum", f"minimum {i + 1}", level.dtype, codes)
         yield from self._zero_points()
-        yield from self._order()
         if weight.bias is not None:
             yield from self._report("bias", "bias", "not finite", ~weight.bias.float().isfinite())
         for role, tensor in weight.inputs.items():
@@ -221,11 +221,6 @@ class _Checker:
             yield from self._report("zero", "zero points", f"outside 0 to {highest}", bad)
         elif not extent(spec.zero.dtype, weight.zero).finite:
             yield from self._invalid("zero", "zero points", spec.zero.dtype, weight.zero)
-
-    def _order(self) -> Iterator[BadValue]:
-        perm = self.weight.perm
-        if perm is not None and perm.sort().values.tolist() != list(range(self.weight.k)):
-            yield BadValue("the act-order is not a permutation", where=self._where("perm"))
 
     def _report(self, role: str, what: str, how: str, bad: Tensor, hint: str | None = None) -> Iterator[BadValue]:
         count = int(bad.sum())
