@@ -177,7 +177,7 @@ campaign: $(VENV)/.installed-dev
 		$(BIN)/python tests/campaign/page.py; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 test-native: $(VENV)/.installed-dev
-	@OMP_NUM_THREADS=2 $(BIN)/python tests/native/sanitize.py
+	@OMP_NUM_THREADS=2 $(BIN)/python tests/native/sanitized_tests.py
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"

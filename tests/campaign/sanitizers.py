@@ -1,28 +1,70 @@
 """The tests of the C++ libraries under AddressSanitizer and UndefinedBehaviorSanitizer: `make test-native`, counted.
 
-    python tests/campaign/sanitizers.py --record
+    python tests/campaign/sanitizers.py --jobs 2 --record
 
-A report ends the run, so there is one at most.
+Every job is a process with its share of the tests. A report ends its process, so there is one at most for each job.
+Jobs that are not done in `--seconds` are stopped, which is a failure.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally
+from sanitized_tests import build_libraries, command, settings
 
-RUN = ROOT / "tests" / "native" / "sanitize.py"
 REPORTS = ("ERROR: AddressSanitizer", "runtime error:")
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one process printed, and its tests by outcome: none if it ended before pytest wrote its report."""
+
+    text: str
+    exit_code: int
+    tests: Counter[str]
+
+    @property
+    def reports(self) -> int:
+        return sum(self.text.count(words) for words in REPORTS)
+
+    @property
+    def failures(self) -> int:
+        """Reports and failed tests; a process that ended in another way is one."""
+        found = self.reports + self.tests["failed"]
+        return found or int(self.exit_code != 0)
+
+    @property
+    def levels(self) -> list[str]:
+        """sanitized_tests.py prints `kernels: <state> ['portable', 'neon']`."""
+        line = next((line for line in self.text.splitlines() if line.startswith("kernels:")), "")
+        return [word.strip(" '") for word in line.partition("[")[2].rstrip("]").split(",") if word]
+
+
+def run_job(words: Sequence[str], environment: Mapping[str, str], report: Path, end: float) -> Job:
+    with report.with_suffix(".log").open("w+") as log:
+        try:
+            exit_code = subprocess.run(
+                [*words, f"--junitxml={report}"], stdout=log, stderr=log, env=dict(environment),
+                timeout=max(1.0, end - time.monotonic()),
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            exit_code = -1
+            log.write("\nstopped: the time is over\n")
+        log.seek(0)
+        return Job(log.read(), exit_code, outcomes(report))
+
+
 def outcomes(report: Path) -> Counter[str]:
-    """Tests by outcome; none if the run ended before pytest wrote its report."""
     cases = ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ()
     kinds = [{child.tag for child in case} for case in cases]
     return Counter(
@@ -38,29 +80,29 @@ def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
     }
 
 
-def levels_in(line: str) -> list[str]:
-    """sanitize.py prints `kernels: <state> ['portable', 'neon']`."""
-    return [word.strip(" '") for word in line.partition("[")[2].rstrip("]").split(",") if word]
-
-
 def main() -> None:
-    part = Part("sanitizers", __doc__, figures)
-    with tempfile.TemporaryDirectory(prefix="lancebill-sanitizers-") as folder:
-        report = Path(folder) / "tests.xml"
-        finished = subprocess.run([sys.executable, str(RUN), f"--junitxml={report}"], capture_output=True, text=True)
-        counts = outcomes(report)
-    text = finished.stdout + finished.stderr
-    reports = sum(text.count(words) for words in REPORTS)
-    broken = bool(finished.returncode) and not reports and not counts["failed"]  # ended in another way
-    failures = reports + counts["failed"] + broken
-    kernels = next((line for line in text.splitlines() if line.startswith("kernels:")), "")
+    part = Part("sanitizers", __doc__, figures, jobs=1, seconds=3600.0)
+    count, end = part.arguments.jobs, time.monotonic() + part.arguments.seconds
+    environment = os.environ | settings()
+    with tempfile.TemporaryDirectory(prefix="lancebill-sanitizers-") as name, ThreadPoolExecutor(count) as pool:
+        folder = Path(name)
+        libraries = build_libraries(folder)
+        built = round(part.seconds)
+
+        def run_share(shard: int) -> Job:
+            return run_job(command(libraries, (), shard, count), environment, folder / f"tests-{shard}.xml", end)
+
+        jobs = list(pool.map(run_share, range(count)))
+    failures, tests = sum(job.failures for job in jobs), sum((job.tests for job in jobs), Counter[str]())
     details = {
-        "levels": levels_in(kernels),
-        "reports": reports,
-        **{name: counts[name] for name in ("failed", "skipped")},
+        "levels": jobs[0].levels,
+        "jobs": count,
+        "build_seconds": built,
+        "reports": sum(job.reports for job in jobs),
+        **{name: tests[name] for name in ("failed", "skipped")},
     }
-    tally = Tally(counts["passed"] + failures, failures, [text[-4000:]] if failures else [])
-    part.finish({"X1": tally}, details)
+    failed = [job.text[-4000:] for job in jobs if job.failures]
+    part.finish({"X1": Tally(tests["passed"] + failures, failures, failed)}, details)
 
 
 if __name__ == "__main__":

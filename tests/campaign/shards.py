@@ -101,26 +101,26 @@ def merge(folders: Sequence[Path]) -> None:
         groups.setdefault((record["part"], record["machine"]["name"]), {})[shard] = record
     for (part, machine), records in groups.items():
         merged = merged_record(part, list(records.values()))
-        path = (
-            ROOT / "benchmarks/results/reliability" / part / machine / f"{merged['date']}-{merged['commit'][:7]}.json"
-        )
-        write_record(path, merged)
+        when = f"{merged['date']}t{merged['time'].replace(':', '')}"
+        folder = ROOT / "benchmarks" / "results" / "reliability" / part / machine
+        write_record(folder / f"{when}-{merged['commit'][:7]}.json", merged)
         for name, figure in merged["figures"].items():
             print(f"{name}: {figure['reached']}" + (f" ({figure['failures']} FAILED)" if figure["failures"] else ""))
 
 
 def merged_record(part: str, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of shards; the part's own words for the figures."""
+    """The sum of shards; the part's own words for the figures. Its date is that of the newest."""
     tallies = {name: _sum(records, name) for name in dict.fromkeys(name for r in records for name in r["tallies"])}
     before = sum(record.get("outside bounds when run", _failures(record)) for record in records)
     if part in ("kernels", "soak"):
         best = str(IsaLevel.AMX) if records[0]["machine"]["name"] == "xeon-amx" else ""
         tallies = {name: _again(tally, best if part == "soak" else name) for name, tally in tallies.items()}
     figures = importlib.import_module(part).figures(tallies, [record["details"] for record in records])
+    newest = max(records, key=lambda record: (record["date"], record.get("time", "")))
     return {
         "part": part,
-        "command": f"python tests/campaign/shards.py run (e.g. {records[0]['command']})",
-        **{key: records[-1][key] for key in ("commit", "date", "machine")},
+        "command": f"python tests/campaign/shards.py run (e.g. {newest['command']})",
+        **{key: newest.get(key, "") for key in ("commit", "date", "time", "machine")},
         "commits": dict(Counter(record["commit"] for record in records)),
         "shards": len(records),
         "stopped": sum(not record["details"].get("finished", False) for record in records),
