@@ -3,7 +3,7 @@
     python benchmarks/hybrid.py [--shapes qwen3-235b-a22b deepseek-v4-flash] [--specs mxfp4 int4-g128]
                                 [--shares 0 25 50 75 100] [--tokens 1 4 16] [--prefill 512 2048 8192]
                                 [--peers llama.cpp kt-kernel] [--threads N] [--seconds 230] [--device cuda]
-                                [--out FILE] [--note WORDS]
+                                [--kinds decode prefill peers moves] [--out FILE] [--note WORDS]
 
 The most important rows come first, and every row is written when it is measured: a run that has no time left
 (`--seconds`, without compiling) drops the last rows and says which. Experts are made once for each shape and spec.
@@ -16,8 +16,10 @@ gpu_us is what the way to the CPU and back costs; `function_us` is `split_us` wi
 of mailboxes.
 
 `prefill`, with half of the experts on the GPU: `prefill_us` as planned, `cpu_us` with all missing experts on the CPU,
-`copied_us` with all copied; `wire_us` is their bytes / the rate of pinned copies (`wire_gbs`, of the same run),
-`together_us` the time of the CPU and the wire together, `over_best` the planned time over the best of these three.
+`copied_us` with all copied, `both_us` with the best division of both ways however little it saves by estimate;
+`lane_gbs` is the rate of the layer's own copies alone; `wire_us` is their bytes / the rate of pinned copies
+(`wire_gbs`, of the same run), `together_us` the time of the CPU and the wire together, `over_best` the planned time
+over the best of these three.
 
 `peers`: the CPU's part with all experts, and other libraries with the same ones on as many threads; `difference` is the
 relative difference of their results to ours. `ended_with`: the process that measures them did not end well.
@@ -182,7 +184,7 @@ def main() -> None:
     library = native.library()
     assert library is not None, native.state().why
     library.place_threads(threads.cpus, threads.spin_us)
-    wanted = list(planned(arguments))
+    wanted = [cell for cell in planned(arguments) if cell.kind in arguments.kinds]
     start = time.monotonic()
     failed = compile_first(launched(wanted)) if arguments.device == "cuda" else {}
     compiled_s, start = time.monotonic() - start, time.monotonic()
@@ -221,6 +223,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--prefill", nargs="*", type=int, default=[512, 2048, 8192])
     parser.add_argument("--peers", nargs="*", default=["llama.cpp", "kt-kernel"], help="on the CPU, with all experts")
+    kinds = [DECODE, PREFILL, PEERS, MOVES]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="rows of these kinds only")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=230.0, help="rows that would begin later are dropped")
     parser.add_argument("--device", default="cuda")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,6 +25,9 @@ from lancebill.split import large_batches
 from lancebill.split import moves as moving
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.host_calls import host_threads
+from lancebill.split.large_batches import LargeBatches
+from lancebill.split.streamed import BUFFERS, copy_first, waves_of
+from lancebill.split.ways import BOTH_WORTH, Rates
 from lancebill.testing.layers import worst_row
 
 ENOUGH_S = 0.15  # of one measurement
@@ -156,11 +161,11 @@ def _ways(layer: RoutedExperts, experts: Experts, tokens: int, given: Sequence[B
     """Without a token for the CPU, and with CUDA's host functions in the place of mailboxes."""
     idle = batches(experts.shape, UNIFORM, tokens, len(given), experts.device, most=layer.problem.experts)
     row = {"idle_us": replayed_us(whole(layer), idle)}
-    executors.MAILBOX_ROWS = 0
+    before, executors.MAILBOX_ROWS = executors.MAILBOX_ROWS, 0
     try:
         return row | {"function_us": replayed_us(whole(layer), given)}
     finally:
-        executors.MAILBOX_ROWS = executors.MOST_ROWS
+        executors.MAILBOX_ROWS = before
 
 
 class _Steps:
@@ -228,40 +233,66 @@ def eager_us(run: Callable[[], object]) -> float:
 
 
 def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measured:
-    """A large batch: as planned, with all missing experts on the CPU, and with all of them copied."""
+    """A large batch: as planned, with all missing experts on the CPU, with all of them copied, and with both ways."""
     layer, given = experts.layer(share), batches(experts.shape, UNIFORM, tokens, 1, experts.device)[0]
-    executor = layer.executor
-    assert isinstance(executor, SplitExecutor)
-    large = executor.large_batches
-    assert layer.host_experts is not None and layer.host_experts.expert_map is not None
-    chosen = large.choose(Indexed(given.ids, given.weights, layer.expert_map), layer.host_experts.expert_map)
+    assert isinstance(layer.executor, SplitExecutor) and layer.host_experts is not None
+    large, host_map = layer.executor.large_batches, layer.host_experts.expert_map
+    assert host_map is not None
     rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
-    key, taken = large._key(given.x.device), {}
+    chosen = large.choose(Indexed(given.ids, given.weights, layer.expert_map), host_map)
     forced = {
-        "planned": rates,
-        "cpu": replace(rates, copy_gbs=1e-6),
-        "copied": replace(rates, cpu_gbs=1e-6, cpu_gflops=1e-6),
+        "prefill": (rates, BOTH_WORTH),
+        "cpu": (replace(rates, copy_gbs=1e-6), BOTH_WORTH),
+        "copied": (replace(rates, cpu_gbs=1e-6, cpu_gflops=1e-6, cpu_points=()), BOTH_WORTH),
+        "both": (rates, 1.0),
     }
-    try:
-        for name, used in forced.items():
-            large_batches._RATES[key] = used
-            large._expected.clear()
+    taken: dict[str, float] = {}
+    for name, (used, worth) in forced.items():
+        with _forced(large, given.x.device, used, worth):
             taken[name] = eager_us(lambda: whole(layer)(given))
-    finally:
-        large_batches._RATES[key] = rates
-        large._expected.clear()
     missing = len(chosen.cpu) + len(chosen.streamed)
     wire = missing * size.bytes / wire_gbs / 1e3
     together = 1 / (1 / wire + 1 / taken["cpu"])
     best = min(wire, taken["cpu"], together)
     return {
-        "prefill_us": taken["planned"], "cpu_us": taken["cpu"], "copied_us": taken["copied"],
+        **{f"{name}_us": us for name, us in taken.items()},
         "gpu_us": eager_us(lambda: own(layer)(given)), "wire_us": wire, "together_us": together,
-        "over_best": taken["planned"] / best, "within": taken["planned"] <= 1.15 * best,
-        "never_slower": taken["planned"] <= min(taken["cpu"], taken["copied"]),
+        "over_best": taken["prefill"] / best, "within": taken["prefill"] <= 1.15 * best,
+        "never_slower": taken["prefill"] <= min(taken["cpu"], taken["copied"]),
         "on_cpu": len(chosen.cpu), "copied": len(chosen.streamed), "estimate_us": chosen.estimate_us,
-        "rates": asdict(rates),
+        "cpu_estimate_us": chosen.cpu_alone_us, "copied_estimate_us": chosen.copied_us,
+        "lane_gbs": lane_gbs(large, given.x.device), "rates": asdict(rates),
     }  # fmt: skip
+
+
+@contextmanager
+def _forced(large: LargeBatches, device: torch.device, rates: Rates, worth: float) -> Iterator[None]:
+    """Other rates, and how much both ways must save."""
+    key = large._key(device)
+    before, choose = large_batches._RATES[key], large_batches.choose_ways
+    large_batches._RATES[key] = rates
+    large_batches.choose_ways = partial(choose, worth=worth)
+    large._expected.clear()
+    try:
+        yield
+    finally:
+        large_batches._RATES[key], large_batches.choose_ways = before, choose
+        large._expected.clear()
+
+
+def lane_gbs(large: LargeBatches, device: torch.device) -> float:
+    """GB/s of the copies of all experts in host memory, wave by wave, while nothing else happens."""
+    stage, lane = large._stage(device), large_batches.lane_of(device.index or 0)
+    held = large.host.executor.tensors.packed()
+    waves = waves_of(range(large.host.executor.problem.experts), stage.experts)
+    size = large_batches.expert_size(large.host.executor).bytes * large.host.executor.problem.experts
+
+    def copy() -> None:
+        for first in range(0, len(waves), BUFFERS):
+            lane.begin_batch()
+            copy_first(stage, lane, held, waves[first:])
+
+    return size / eager_us(copy) / 1e3
 
 
 def cpu_part(experts: Experts, tokens: int) -> Measured:

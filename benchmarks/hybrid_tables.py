@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from result_files import links, markdown_table, newest_files, table_by_tokens
+from result_files import ResultFile, links, markdown_table, newest_files, result_files, table_by_tokens
 
 Row = dict[str, Any]
 PEERS = ("llama.cpp", "kt-kernel")
@@ -23,21 +23,39 @@ _PEERS_NOTE = (
 
 
 def hybrid() -> str:
+    """For each kind of rows the newest run of a machine that has some."""
     pages = []
-    for file in newest_files("hybrid"):
-        record = file.record
-        rows = {kind: [row for row in record["rows"] if row["kind"] == kind] for kind in ("decode", "prefill", "peers")}
-        machine, low_high = record["machine"], " to ".join(f"{rate:.0f}" for rate in record["machine"]["read_gbs"])
-        pages += [
-            f"{file.machine_title}, {machine['threads']} threads; memory is read at {low_high} GB/s, "
-            f"PCIe copies {machine['wire_gbs']:.0f} GB/s. {_within(rows['decode'])} From {links(file.name)}\n",
-            decode(rows["decode"]), prefill(rows["prefill"]), peers(rows["peers"]),
-        ]  # fmt: skip
+    for machine in dict.fromkeys(file.machine for file in result_files("hybrid")):
+        for kind, table in {"decode": decode, "prefill": prefill, "peers": peers}.items():
+            found = [(file, rows) for file in result_files("hybrid", machine) if (rows := _rows(file, kind))]
+            if found:
+                file, rows = found[-1]
+                pages += [f"{_title(file)} {_within(rows) if kind != 'peers' else ''}".rstrip() + "\n", table(rows)]
     return "\n".join(pages)
+
+
+def _rows(file: ResultFile, kind: str) -> list[Row]:
+    return [row for row in file.record["rows"] if row["kind"] == kind]
+
+
+def _title(file: ResultFile) -> str:
+    machine = file.record["machine"]
+    low_high = " to ".join(f"{rate:.0f}" for rate in machine["read_gbs"])
+    return (
+        f"{file.machine_title}, {machine['threads']} threads; memory is read at {low_high} GB/s, "
+        f"PCIe copies {machine['wire_gbs']:.0f} GB/s; {links(file.name)}."
+    )
 
 
 def _within(rows: list[Row]) -> str:
     kept = sum(row["within"] for row in rows)
+    if "over_best" in rows[0]:
+        worst = max(row["over_best"] for row in rows)
+        slower = sum(not row["never_slower"] for row in rows)
+        return (
+            f"{kept} of {len(rows)} cells take at most 1.15 times the best, the worst {worst:.2f} times; {slower} are "
+            "slower than one way alone."
+        )
     worst = max(row["split_us"] / row["bar_us"] for row in rows)
     return f"{kept} of {len(rows)} cells are within what is asked, the worst takes {worst:.2f} times it."
 

@@ -14,6 +14,8 @@ import torch
 from interpreted import scalars
 from torch import Tensor
 
+from lancebill.backends.cpu import layout as cpu_layouts
+from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.gpu import layout as layouts
 from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.kernels import pack_codes, pack_scales
@@ -115,6 +117,23 @@ def turned(codes: Tensor) -> Nibbles:
     stored = turned_stream_codes(pack_bits(codes, 4, torch.int32).mT.contiguous(), 4, codes.shape[-1])
     assert isinstance(stored, Nibbles)
     return stored
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(96, 32), (320, 72)])  # whole and padded strips and words
+@pytest.mark.parametrize("spec", ["mxfp4", "int4-g32-zp"])
+def test_codes_of_the_cpu_are_unpacked_as_defined(
+    spec: str, hidden: int, intermediate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = layer_problem(spec, hidden=hidden, intermediate=intermediate, experts=2, top_k=1)
+    layout = CpuLayout(problem)
+    for shape in problem.matrices.values():
+        weights = stack_experts([plausible_weight(shape, seed) for seed in range(2)])
+        held = layout.allocate(shape, 2)
+        layout.pack(shape, weights, held)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_layouts, "on_gpu", Tensor.is_contiguous)
+            patch.setattr(cpu_layouts, "_unpack_nibbles", None)  # not used
+            assert layout.unpack(shape, held).equals(weights), shape
 
 
 def test_groups_far_below_their_rows_largest_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

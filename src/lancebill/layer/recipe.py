@@ -70,14 +70,16 @@ class LoadOptions:
     moves: str = OFF
     mixture: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.gpu_experts is not None and self.gpu_memory is not None:
+            raise SpecError("give a number of experts or an amount of memory", got="gpu_experts and gpu_memory")
+
     def family(self, model: Mapping[str, Any]) -> Naming:
         """The names of the experts in a checkpoint with this config.json."""
         return self.naming or find_family(model, mixture=self.mixture)
 
     def split(self, slots: int, expert_bytes: int) -> Split | None:
         """Where the experts of a layer are; None: all on the device."""
-        if self.gpu_experts is not None and self.gpu_memory is not None:
-            raise SpecError("give a number of experts or an amount of memory", got="gpu_experts and gpu_memory")
         if self.gpu_memory is not None:
             split = Split.by_bytes(slots, expert_bytes, parse_bytes(self.gpu_memory))
         else:

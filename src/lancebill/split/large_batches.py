@@ -6,6 +6,7 @@ cannot be captured: in a graph the CPU computes its whole part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -16,15 +17,15 @@ from lancebill.backends.base import Executor
 from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
+from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.copy_lane import CudaLane, pin_in_place
 from lancebill.split.gpu_queues import MailboxQueue, SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
-from lancebill.split.streamed import Stage, add_streamed, count_tokens, wave_maps
+from lancebill.split.streamed import Stage, add_streamed, copy_first, count_tokens, wave_maps, waves_of
 from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
 
 FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
-WORTH = 0.5  # of the CPU's time alone: the first measured batches took up to three times their estimates
 _STAGES: dict[tuple[Problem, str, str, str], Stage] = {}  # shared by layers: their calls run one after the other
 _RATES: dict[tuple[Problem, str, str, str], Rates] = {}
 
@@ -77,23 +78,43 @@ class LargeBatches:
         return self._places
 
     def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor) -> Tensor:
-        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's."""
-        stage, held, side = self._stage(x.device), self.host.executor.tensors.packed(), SideStream(x.device)
-        maps = wave_maps(host_map, ways.streamed, stage.experts).to(x.device)
-        total = torch.zeros_like(x, dtype=torch.float32)
+        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
+
+        The wire takes longest, so the first copies are queued before everything else.
+        """
+        stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
+        waves = waves_of(ways.streamed, stage.experts)
+        self._begin(stage, lane, waves)
+        maps, side = wave_maps(host_map, ways.streamed, stage.experts).to(x.device), SideStream(x.device)
         try:
             sums = None
             if ways.cpu:
                 places = self._map_of(ways.cpu, host_map)
                 sums = self.host.calls.queue(side, self.host.executor, places, x, dispatch)
-            if self.own.problem.experts:
-                total.add_(self.own.run(x, dispatch, torch.empty_like(x)))
-            lane = lane_of(x.device.index or 0)
-            lane.begin_batch()
-            add_streamed(stage, lane, held, maps, ways.streamed, x, dispatch, total)
+            with assuming() as flags:  # an answer at once would make the host wait for every wave
+                total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
+            if flags and bool(any_set(flags)):
+                with repeating():
+                    self._begin(stage, lane, waves)
+                    total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
         finally:
             side.join()
         return out.copy_(total if sums is None else total.add_(sums))
+
+    def _begin(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]]) -> None:
+        lane.begin_batch()
+        copy_first(stage, lane, self.host.executor.tensors.packed(), waves)
+
+    def _on_gpu(
+        self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]], maps: Tensor, x: Tensor, dispatch: Indexed
+    ) -> Tensor:
+        """The GPU's own experts and those that are copied, fp32."""
+        if self.own.problem.experts:
+            total = self.own.run(x, dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
+        else:
+            total = torch.zeros_like(x, dtype=torch.float32)
+        add_streamed(stage, lane, self.host.executor.tensors.packed(), waves, maps, x, dispatch, total)
+        return total
 
     def _map_of(self, slots: tuple[int, ...], host_map: Tensor) -> Tensor:
         """The CPU's map for this batch. The last batch has ended: this one's ids were read."""

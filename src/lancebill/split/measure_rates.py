@@ -6,12 +6,14 @@ Rates of each alone mislead: the CPU's kernels and the copies read the same memo
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import torch
 
 from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.moe.dispatch import Indexed
+from lancebill.numbers.unusual import assuming
 from lancebill.split.copy_lane import CudaLane
 from lancebill.split.host_calls import host_threads
 from lancebill.split.run_part import run_part
@@ -19,55 +21,70 @@ from lancebill.split.streamed import Stage
 from lancebill.split.ways import Rates
 
 BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
-MANY = 64  # tokens of an expert, where computing takes longer than reading
-_COPIES = 4  # waves that are copied while the CPU computes
+COUNTS = (1, 16, 64)  # tokens of an expert: it is read, it is one tile, computing takes longer than reading
+_EXPERTS = 12  # at least, so that they do not fit the CPU's caches
+_COPIES = 8  # waves that are copied while the CPU computes
 _BEST_OF = 3
 
 
 def measure_rates(host: CpuExecutor, stage: Stage, lane: CudaLane) -> Rates:
     """Takes some ten milliseconds, once for each problem."""
-    problem = host.problem
     each = sum(t[0].nbytes for tensors in host.tensors.packed().values() for t in tensors.values())
-    flops = 2 * sum(shape.n * shape.k for shape in problem.matrices.values())
-    few, many = (_call(host, tokens) for tokens in (1, MANY))
-    active = min(problem.top_k, problem.experts)
-    copy_s = few_s = many_s = pack_s = float("inf")
-    for _ in range(_BEST_OF):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(lane.stream)
-        for _ in range(_COPIES):
-            _copy_wave(host, stage, lane)
-        end.record(lane.stream)
-        few_s = min(few_s, _seconds(few))
-        many_s = min(many_s, _seconds(many))
-        end.synchronize()
-        copy_s = min(copy_s, start.elapsed_time(end) / 1e3 / _COPIES)
-        pack_s = min(pack_s, _pack_seconds(stage))
-    wave = stage.experts * each
+    flops = 2 * sum(shape.n * shape.k for shape in host.problem.matrices.values())
+    points: list[tuple[float, float]] = []
+    copies: list[float] = []
+    for count in COUNTS:
+        call, experts, tokens = _call(host, count)
+        _seconds(call)
+        copy_s, cpu_s = _both(host, stage, lane, call)
+        copies.append(copy_s)
+        least = points[-1][1] if points else 0.0  # more tokens never take less time
+        points.append((tokens, max(least, cpu_s * 1e6 / experts)))
+    pack_s, wave = min(_pack_seconds(stage) for _ in range(_BEST_OF)), stage.experts * each
     short, long = (_wave_seconds(stage, tokens, lane.device) for tokens in BATCHES)
     slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
     return Rates(
-        copy_gbs=wave / copy_s / 1e9,
-        cpu_gbs=active * each / few_s / 1e9,
-        cpu_gflops=active * MANY * flops / many_s / 1e9,
+        copy_gbs=wave / median(copies) / 1e9,
+        cpu_gbs=each / points[0][1] / 1e3,
+        cpu_gflops=points[-1][0] * flops / points[-1][1] / 1e3,
         pack_gbs=wave / pack_s / 1e9,
         wave_us=max(0.0, short - slope * BATCHES[0]) * 1e6,
         token_us=slope * 1e6,
         wave_experts=stage.experts,
+        cpu_points=tuple(points),
     )
 
 
-def _call(host: CpuExecutor, tokens: int) -> HostCall:
-    """A call in which each of the first experts has this many tokens."""
+def _both(host: CpuExecutor, stage: Stage, lane: CudaLane, call: HostCall) -> tuple[float, float]:
+    """Seconds of the copy of a wave and of a call, while the CPU computes as long as copies run."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    last = host.problem.experts - stage.experts
+    start.record(lane.stream)
+    for i in range(_COPIES):
+        _copy_wave(host, stage, lane, i * stage.experts % (last + 1))
+    end.record(lane.stream)
+    times = [_seconds(call)]
+    while not end.query():
+        times.append(_seconds(call))
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / _COPIES, median(times[:-1] or times)  # the last one outlasted the copies
+
+
+def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int, float]:
+    """A call in which each of some experts has about this many tokens; how many experts, and the tokens of each."""
     problem, threads = host.problem, host_threads().count
-    shape = HostShape(tokens, problem.input.storage, torch.int32, torch.float32, threads)
+    experts = min(problem.experts, problem.top_k * -(-_EXPERTS // problem.top_k))
+    used = min(problem.top_k, experts)  # of a row's slots
+    rows = -(-count * experts // used)
+    shape = HostShape(rows, problem.input.storage, torch.int32, torch.float32, threads)
     places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
-    places[places >= problem.experts] = -1
+    places[places >= experts] = -1
     call = host.host_call(shape, places, lambda size: torch.zeros(size, dtype=torch.uint8, device="cpu"))
     call.x.zero_()
     call.weights.fill_(1.0)
-    call.ids.copy_(torch.arange(problem.top_k, device="cpu").expand_as(call.ids))
-    return call
+    slots = torch.arange(rows * problem.top_k, device="cpu") % max(experts, problem.top_k)
+    call.ids.copy_(slots.view_as(call.ids))
+    return call, experts, rows * used / experts
 
 
 def _seconds(call: HostCall) -> float:
@@ -78,16 +95,17 @@ def _seconds(call: HostCall) -> float:
     return taken
 
 
-def _copy_wave(host: CpuExecutor, stage: Stage, lane: CudaLane) -> None:
+def _copy_wave(host: CpuExecutor, stage: Stage, lane: CudaLane, first: int) -> None:
     for matrix, tensors in host.tensors.packed().items():
         for name, tensor in tensors.items():
-            lane.copy(stage.raw[0][matrix][name], tensor[: stage.experts])
+            lane.copy(stage.raw[0][matrix][name], tensor[first : first + stage.experts])
 
 
 def _pack_seconds(stage: Stage) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
-    stage.pack(0, stage.experts)
+    with assuming():  # as in a batch
+        stage.pack(0, stage.experts)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 

@@ -107,36 +107,45 @@ def count_tokens(ids: Tensor, expert_map: Tensor, experts: int) -> dict[int, flo
     return {slot: count for slot, count in enumerate(counts[:experts].tolist()) if count}
 
 
+def waves_of(slots: Sequence[int], each: int) -> list[Sequence[int]]:
+    """The experts that are copied, packed and computed together."""
+    return [slots[first : first + each] for first in range(0, len(slots), each)]
+
+
+def copy_first(stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]]) -> None:
+    """Queue the copies of the first waves, one for each buffer: nothing else need be known for them.
+
+    `held` are the tensors of the part in host memory.
+    """
+    for buffer, wave in enumerate(waves[:BUFFERS]):
+        _copy_wave(stage, lane, held, wave, buffer)
+
+
 def add_streamed(
-    stage: Stage, lane: Lane, held: Mapping[str, Packed], maps: Tensor, slots: Sequence[int], x: Tensor,
+    stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]], maps: Tensor, x: Tensor,
     dispatch: Indexed, total: Tensor,
 ) -> None:  # fmt: skip
-    """Add the results of experts that are copied for this batch to `total` (fp32).
+    """Add the results of experts that are copied for this batch to `total` (fp32), after `copy_first`.
 
-    `held` are the tensors of the part in host memory, `slots` its experts that are copied, and `maps` has a row for
-    each wave: `wave_maps`, on the device.
+    `maps` has a row for each wave: `wave_maps`, on the device.
     """
-    waves = [slots[first : first + stage.experts] for first in range(0, len(slots), stage.experts)]
-    for step in range(len(waves) + 1):
-        if step < len(waves):
-            _copy_wave(stage, lane, held, waves[step], step % BUFFERS)
-        if step:
-            buffer, wave = (step - 1) % BUFFERS, waves[step - 1]
-            lane.use(buffer)
-            stage.pack(buffer, len(wave))
-            lane.release(buffer)
-            total.add_(run_part(stage.executor, x, dispatch, maps[step - 1], x.dtype))
+    for step, wave in enumerate(waves):
+        buffer = step % BUFFERS
+        lane.use(buffer)
+        stage.pack(buffer, len(wave))
+        lane.release(buffer)
+        if step + BUFFERS < len(waves):
+            _copy_wave(stage, lane, held, waves[step + BUFFERS], buffer)
+        total.add_(run_part(stage.executor, x, dispatch, maps[step], x.dtype))
 
 
 def wave_maps(expert_map: Tensor, slots: Sequence[int], each: int) -> Tensor:
     """For every wave, the place of each physical id among its experts, or -1."""
-    rows = []
-    for first in range(0, len(slots), each):
-        wave = torch.tensor(slots[first : first + each], dtype=torch.long, device="cpu")
-        places = torch.full((int(expert_map.max()) + 2,), -1, dtype=torch.int32, device="cpu")
-        places[wave] = torch.arange(len(wave), dtype=torch.int32, device="cpu")
-        rows.append(places[expert_map.long()])  # -1 finds the last place, which is -1
-    return torch.stack(rows)
+    numbers = torch.full((max(int(expert_map.max()), *slots) + 2,), -1, dtype=torch.int32, device="cpu")
+    numbers[list(slots)] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
+    number = numbers[expert_map.long()]  # -1 finds the last one, which is -1
+    wave = torch.arange(-(-len(slots) // each), device="cpu").unsqueeze(1)
+    return torch.where(number // each == wave, number % each, -1)
 
 
 def _copy_wave(stage: Stage, lane: Lane, held: Mapping[str, Packed], wave: Sequence[int], buffer: int) -> None:

@@ -5,11 +5,21 @@ The CPU's time for an expert grows with its tokens, a copy's does not: the exper
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from lancebill.moe.problem import Problem
+
+
+@dataclass(frozen=True)
+class ExpertSize:
+    """One expert: bytes in host memory, operations for a token; and bytes of a token's row to the CPU and back."""
+
+    bytes: int
+    flops: int
+    row_bytes: int
 
 
 @dataclass(frozen=True)
@@ -24,20 +34,26 @@ class Rates:
     token_us: float = 0.0  # and for each token of the batch
     wave_experts: int = 1
     call_us: float = 20.0  # to the CPU and back
-    wait_us: float = 150.0  # until the host knows which experts are used, and the first copies are queued
+    wait_us: float = 250.0  # until the host knows which experts are used, and the first copies are queued
+    cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
+
+    def cpu_us(self, size: ExpertSize, tokens: float) -> float:
+        """The CPU's time for an expert with so many tokens: on the line through the two nearest points.
+
+        Without points it reads the expert and then computes: the two hardly overlap.
+        """
+        if len(self.cpu_points) < 2:
+            return (size.bytes / self.cpu_gbs + tokens * size.flops / self.cpu_gflops) / 1e3
+        points = self.cpu_points
+        tokens = max(tokens, points[0][0])
+        place = min(max(bisect(points, (tokens, 0.0)), 1), len(points) - 1)
+        (low, before), (high, after) = points[place - 1], points[place]
+        return before + (tokens - low) * (after - before) / (high - low)
 
 
-MOST_ROWS = 1024  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
-ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=100.0)  # PCIe 5 x16, 16 cores with AMX
-
-
-@dataclass(frozen=True)
-class ExpertSize:
-    """One expert: bytes in host memory, operations for a token; and bytes of a token's row to the CPU and back."""
-
-    bytes: int
-    flops: int
-    row_bytes: int
+MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
+BOTH_WORTH = 0.9  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
+ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,7 @@ class Ways:
     cpu_us: float
     stream_us: float
     cpu_alone_us: float  # if nothing were copied
+    copied_us: float  # if all were
 
     @property
     def estimate_us(self) -> float:
@@ -58,7 +75,7 @@ class Ways:
         return (
             f"the CPU computes {len(self.cpu)} experts ({self.cpu_us:,.0f} us), "
             f"{len(self.streamed)} are copied to the GPU ({self.stream_us:,.0f} us); "
-            f"the CPU alone: {self.cpu_alone_us:,.0f} us"
+            f"the CPU alone: {self.cpu_alone_us:,.0f} us, all copied: {self.copied_us:,.0f} us"
         )
 
 
@@ -69,32 +86,37 @@ def size_of(problem: Problem) -> ExpertSize:
     return ExpertSize(round(stored), 2 * sum(shape.n * shape.k for shape in shapes), problem.hidden * 4)
 
 
-def choose_ways(counts: Mapping[int, float], tokens: int, size: ExpertSize, rates: Rates) -> Ways:
-    """The fastest division of experts, given the tokens of each. Experts without tokens go neither way."""
+def choose_ways(
+    counts: Mapping[int, float], tokens: int, size: ExpertSize, rates: Rates, worth: float = BOTH_WORTH
+) -> Ways:
+    """The fastest division of experts, given the tokens of each. Experts without tokens go neither way.
+
+    Both ways together must take at most `worth` of the time of the better one alone.
+    """
     order = sorted((expert for expert, count in counts.items() if count > 0), key=lambda e: (counts[e], e))
-    reads = -(-tokens // MOST_ROWS)
-    # Reading and computing hardly overlap: of experts with a dozen tokens, either takes half of the measured time.
-    on_cpu = [
-        (min(reads, counts[e]) * size.bytes / rates.cpu_gbs + counts[e] * size.flops / rates.cpu_gflops) / 1e3
-        for e in order
-    ]
+    pieces = -(-tokens // MOST_ROWS)
+
+    def on_cpu(count: float) -> float:
+        parts = max(1.0, min(pieces, count))  # pieces that read the expert
+        return parts * rates.cpu_us(size, count / parts)
+
     # Rows come back over the same wire as the copies, so they delay both ways.
     rows_us = tokens * size.row_bytes / rates.copy_gbs / 1e3
     compute_us = (rates.wave_us + tokens * rates.token_us) / rates.wave_experts
     on_gpu = size.bytes / rates.pack_gbs / 1e3 + compute_us
     each = max(size.bytes / rates.copy_gbs / 1e3, on_gpu)
     last = on_gpu * rates.wave_experts  # the last wave is computed when all copies have ended
-
-    alone = sum(on_cpu) + rates.call_us + rows_us
-
-    def ways(first: int, cpu_us: float) -> Ways:
-        left = len(order) - first
-        cpu = cpu_us + rates.call_us + rows_us if first else 0.0
-        stream = rates.wait_us + left * each + last + (rows_us if first else 0.0) if left else 0.0
-        return Ways(tuple(order[:first]), tuple(sorted(order[first:])), cpu, stream, alone)
-
-    found = [ways(first, total) for first, total in enumerate(accumulate(on_cpu, initial=0.0))]
-    return min(found, key=lambda each: (each.estimate_us, len(each.streamed)))
+    cpu_us = [0.0, *(total + rates.call_us + rows_us for total in accumulate(on_cpu(counts[e]) for e in order))]
+    stream_us = [rates.wait_us + left * each + last + rows_us for left in range(len(order), 0, -1)] + [0.0]
+    if order:
+        stream_us[0] -= rows_us
+    found = [max(times) for times in zip(cpu_us, stream_us)]  # by the number of the CPU's experts
+    first = min((0, len(order)), key=lambda count: (found[count], -count))
+    both = min(range(len(found)), key=lambda count: (found[count], -count))
+    if found[both] <= worth * found[first]:
+        first = both
+    ways = tuple(order[:first]), tuple(sorted(order[first:]))
+    return Ways(*ways, cpu_us[first], stream_us[first], cpu_us[-1], stream_us[0])
 
 
 def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, size: ExpertSize, rates: Rates) -> Ways:

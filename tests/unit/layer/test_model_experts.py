@@ -280,4 +280,4 @@ def test_what_needs_headers_says_so() -> None:
     with pytest.raises(MissingTensor, match="headers of the checkpoint"):
         ModelExperts(config).recipe(0)
     with pytest.raises(SpecError, match="a number of experts or an amount of memory"):
-        LoadOptions(gpu_experts=1, gpu_memory="1 GB").split(4, 1000)
+        LoadOptions(gpu_experts=1, gpu_memory="1 GB")

@@ -101,6 +101,8 @@ def test_a_budget_in_bytes_is_shared_by_the_layers(tmp_path: Path) -> None:
         RoutedExperts.from_checkpoint(folder, 0, gpu_memory="much")
     with pytest.raises(SpecError, match="gpu_experts and gpu_memory"):
         RoutedExperts.from_checkpoint(folder, 0, gpu_memory="1GiB", gpu_experts=2)
+    with pytest.raises(SpecError, match="gpu_experts and gpu_memory"):
+        ModelExperts.from_checkpoint(folder, gpu_memory=5 * each, gpu_experts=2)
     with pytest.raises(SpecError, match="headers"):
         ModelExperts(Checkpoint.open(folder).config, gpu_memory="1GiB").push("model.layers.0.mlp.x", torch.zeros(1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,18 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lancebill.backends.cpu import native
+from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.host_call import HostCall
 from lancebill.cli.main import app
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
-from lancebill.split import large_batches, streamed
+from lancebill.numbers.unusual import unusual
+from lancebill.split import large_batches, measure_rates, streamed
+from lancebill.split import ways as ways_module
 from lancebill.split.executor import SplitExecutor
-from lancebill.split.streamed import Stage, add_streamed, count_tokens, wave_maps
-from lancebill.split.ways import ExpertSize, Rates, choose_ways, expected_ways
+from lancebill.split.large_batches import expert_size
+from lancebill.split.streamed import Stage, add_streamed, copy_first, count_tokens, wave_maps, waves_of
+from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
 RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200)
@@ -80,8 +85,9 @@ def test_copied_experts_give_what_the_cpu_gives(
     counts = count_tokens(ids, host.expert_map, host.problem.experts)
     assert sum(counts.values()) == sum(int(host.expert_map[i]) >= 0 for i in ids.flatten() if 0 <= i < SIZE.experts)
     slots, lane, total = sorted(counts), OrderedLane(), torch.zeros(x.shape)
-    maps = wave_maps(host.expert_map, slots, stage.experts)
-    add_streamed(stage, lane, held, maps, slots, x, Indexed(ids, weights.float()), total)
+    maps, waves = wave_maps(host.expert_map, slots, stage.experts), waves_of(slots, stage.experts)
+    copy_first(stage, lane, held, waves)
+    add_streamed(stage, lane, held, waves, maps, x, Indexed(ids, weights.float()), total)
     assert lane.copied == len(slots) * each, "only experts with tokens, each once"
     want = host.compute(x, ids, weights, torch.empty_like(x))
     assert torch.allclose(total, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
@@ -117,6 +123,16 @@ class InstantQueue:
         pass
 
 
+def without_gpu(monkeypatch: pytest.MonkeyPatch, lane: OrderedLane, rates: Rates) -> None:
+    """The CPU in the place of the device, and one expert in a wave."""
+    for name, value in {
+        "SideStream": InstantQueue, "MailboxQueue": InstantQueue, "lane_of": lambda device: lane,
+        "pin_in_place": lambda tensor: True, "measure_rates": lambda *given: rates, "_RATES": {}, "_STAGES": {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(large_batches, name, value)
+    monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
+
+
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
 @pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("cpu_gbs", [1e-3, 15.0, 1e9], ids=["copied", "both", "computed"])
@@ -127,14 +143,8 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
     layer, whole = (
         RoutedExperts.from_checkpoint(folder, 0, gpu_experts=number, moves=moves) for number in (1, SIZE.experts)
     )
-    rates = Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0.0, wait_us=0.0)
-    for name, value in {
-        "SideStream": InstantQueue, "MailboxQueue": InstantQueue, "lane_of": lambda device: lane,
-        "pin_in_place": lambda tensor: True, "measure_rates": lambda *given: rates, "_RATES": {}, "_STAGES": {},
-    }.items():  # fmt: skip
-        monkeypatch.setattr(large_batches, name, value)
-    monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
-    lane, executor = OrderedLane(), layer.executor
+    without_gpu(monkeypatch, OrderedLane(), Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0.0, wait_us=0.0))
+    executor = layer.executor
     assert isinstance(executor, SplitExecutor) and layer.expert_map is not None
     for seed in range(3):
         x, ids, weights = make_inputs(9, seed)
@@ -148,6 +158,73 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
             got = executor.large_batches.run(x, given, maps.host, ways, torch.empty_like(x)).float()
             want = whole(x, topk_ids=ids, topk_weights=weights).float()
             assert float((got - want).abs().max() / want.abs().max()) < 2e-2, seed
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
+    lane, pack, wrong = OrderedLane(), Stage.pack, [True]
+    without_gpu(monkeypatch, lane, Rates(10.0, 1e-3, 1e9, 1e9))
+
+    def assuming_pack(stage: Stage, buffer: int, count: int) -> None:
+        pack(stage, buffer, count)
+        if not unusual(torch.tensor(wrong[0])) and wrong[0]:  # not asked yet: wrong bytes
+            for tensors in stage.packed.values():
+                tensors["codes"].zero_()
+
+    monkeypatch.setattr(Stage, "pack", assuming_pack)
+    executor = layer.executor
+    assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
+    assert layer.expert_map is not None and layer.host_experts.expert_map is not None
+    x, ids, weights = make_inputs(9)
+    given, large, found = Indexed(ids, weights, layer.expert_map), executor.large_batches, []
+    for wrong[0] in (True, False):
+        ways = large.choose(given, layer.host_experts.expert_map)
+        found.append(large.run(x, given, layer.host_experts.expert_map, ways, torch.empty_like(x)))
+    assert torch.equal(*found) and lane.copied % 3 == 0, "twice, then once"
+
+
+class PassedEvent:
+    """An event that has passed when it was asked for twice."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.asked = 0
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def elapsed_time(self, end: object) -> float:
+        return 8.0  # ms
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
+    executor, lane = layer.executor, OrderedLane()
+    assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
+    host = layer.host_experts.executor
+    assert isinstance(host, CpuExecutor)
+    monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    vars(lane).update(stream=None, device=torch.device("cpu"))
+    stage = Stage.make(executor.own, host, torch.device("cpu"))
+    rates = measure_rates.measure_rates(host, stage, lane)  # type: ignore[arg-type]
+    each = expert_size(host).bytes
+    assert [round(tokens) for tokens, _ in rates.cpu_points] == [1, 16, 64]
+    assert rates.copy_gbs == pytest.approx(each / 1e-3 / 1e9), "eight waves of one expert in 8 ms"
+    assert rates.cpu_us(expert_size(host), 64) >= rates.cpu_us(expert_size(host), 1) > 0
+    assert lane.copied == 3 * 8 * each
+    call, experts, tokens = measure_rates._call(host, 16)
+    counts = torch.bincount(call.ids.flatten().long(), minlength=experts)
+    assert (counts[:experts] == tokens).all() and experts == host.problem.experts
 
 
 def test_the_fastest_division_is_chosen() -> None:
@@ -169,6 +246,30 @@ def test_the_fastest_division_is_chosen() -> None:
     assert choose_ways({}, 2, EXPERT, RATES).estimate_us == 0
 
 
+def test_both_ways_must_save_more_than_estimates_are_wrong() -> None:
+    """With little for the CPU to win, all experts are copied, or none."""
+    counts = dict.fromkeys(range(64), 160.0)
+    taken = choose_ways(counts, 1024, EXPERT, RATES)
+    always = choose_ways(counts, 1024, EXPERT, RATES, worth=1.0)
+    assert taken.streamed == tuple(range(64)) and taken.estimate_us == taken.copied_us
+    assert always.cpu and BOTH_WORTH * taken.copied_us < always.estimate_us < taken.copied_us
+    for tokens in (64, 200, 512, 2048, 8192):
+        found = expected_ways(64, tokens, 8, 128, EXPERT, RATES)
+        alone = min(found.copied_us, found.cpu_alone_us)
+        assert found.estimate_us == alone or (found.cpu and found.streamed and found.estimate_us <= BOTH_WORTH * alone)
+
+
+def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
+    rates = replace(RATES, cpu_points=((1.0, 100.0), (16.0, 130.0), (64.0, 610.0)))
+    assert [rates.cpu_us(EXPERT, tokens) for tokens in (1, 8.5, 16, 40, 64, 128)] == [100, 115, 130, 370, 610, 1250]
+    assert rates.cpu_us(EXPERT, 0.5) == 100, "it is read whole"
+    pieces = choose_ways({0: 4096.0}, 4096, EXPERT, rates, worth=1.0)
+    whole = choose_ways({0: 2048.0}, 2048, EXPERT, rates, worth=1.0)
+    rows_us = EXPERT.row_bytes * 2048 / rates.copy_gbs / 1e3
+    assert pieces.cpu_alone_us == pytest.approx(2 * whole.cpu_alone_us - rates.call_us), "a piece reads experts again"
+    assert whole.cpu_alone_us == pytest.approx(rates.cpu_us(EXPERT, 2048) + rates.call_us + rows_us)
+
+
 def test_more_tokens_never_send_fewer_experts_to_the_gpu() -> None:
     sizes = (1, 8, 64, 512, 2048, 8192, 32768)
     sent = [len(expected_ways(64, tokens, 8, 128, EXPERT, RATES).streamed) for tokens in sizes]
@@ -188,8 +289,11 @@ MEASURED = (
 
 
 @pytest.mark.parametrize("measured", MEASURED)
-def test_the_estimate_of_the_cpu_is_what_was_measured(measured: tuple[float, ...]) -> None:
+def test_the_estimate_of_the_cpu_is_what_was_measured(
+    measured: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rather too high than too low: the GPU can wait for the CPU, but a copy takes the time it takes."""
+    monkeypatch.setattr(ways_module, "MOST_ROWS", 1024)  # when this was recorded
     tokens, top_k, experts, missing, size, flops, cpu_gbs, cpu_gflops, us = measured
     rates = Rates(copy_gbs=50, cpu_gbs=cpu_gbs, cpu_gflops=cpu_gflops, pack_gbs=50)
     expert = ExpertSize(round(size), round(flops), 4096 * 4)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lancebill.backends.cpu.form import CpuForm, matrix_form, padded_columns
 from lancebill.backends.cpu.native import abi, library
 from lancebill.backends.cpu.native.packing import can_pack, pack_codes, pack_groups
+from lancebill.backends.cpu.unpack_on_gpu import unpack_nibbles
 from lancebill.errors import BadValue
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
@@ -127,6 +128,10 @@ class CpuLayout(Layout):
         """The codes in their own numbering; 4-bit ones stay two per byte, which is several times faster."""
         kind, (n, k), dtype = form.values.codes, self.padded(shape), shape.spec.dtype
         if kind == abi.Codes.TABLE4 and dtype.bits == 4 and shape.k % 2 == 0:
+            if on_gpu(packed):
+                found = unpack_nibbles(packed, shape.n, shape.k, gated=self._gated(shape))
+                if found is not None:
+                    return Nibbles(found)
             rows = self._take(shape, _unpack_nibbles(packed, n, k))[..., : shape.k // 2]
             return Nibbles(rows.contiguous())
         codes = self._take(shape, _unpack_codes(kind, packed, n, k))[..., : shape.k]
@@ -213,6 +218,10 @@ class CpuLayout(Layout):
         if level.dtype == ZERO16:
             return (chosen.int() - form.values.center).to(torch.int16)
         return chosen.view(level.dtype.storage)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def _repeat_to_groups(shape: MatrixShape, form: CpuForm, level: Level, stored: Tensor) -> Tensor:

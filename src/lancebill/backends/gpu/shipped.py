@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lancebill.backends.cpu.unpack_on_gpu import nibble_source
 from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.choose_form import kernel_form, outer_levels
 from lancebill.backends.gpu.kernels.weight_form import INT4_CODE
@@ -27,7 +28,10 @@ TOKENS = buckets(16384)
 
 
 def pack_kernels(problem: Problem, arch: int) -> Iterator[KernelSource]:
-    """The kernels that pack a layer when it is loaded; of integers also those for transposed codes (GPTQ, AWQ)."""
+    """The kernels that pack a layer when it is loaded; of integers also those for transposed codes (GPTQ, AWQ).
+
+    Of 4-bit codes also those that unpack what was copied from a split layer's part in host memory.
+    """
     for shape in problem.matrices.values():
         form, gated = kernel_form(shape, problem.inputs_of(shape.name)), problem.is_gated(shape.name)
         outer = bool(outer_levels(shape.spec))
@@ -35,6 +39,8 @@ def pack_kernels(problem: Problem, arch: int) -> Iterator[KernelSource]:
         for read in (pack_on_gpu.VECTORS, *turned):
             yield pack_on_gpu.code_source(form, gated, read, arch)
         yield pack_on_gpu.scale_source(form, gated, outer, shape.bias, arch)
+        if form.bits == 4:
+            yield nibble_source(gated, arch)
 
 
 def route_kernels(arch: int) -> tuple[KernelSource, ...]:
