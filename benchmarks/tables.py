@@ -31,6 +31,7 @@ from result_files import (
 )
 from rounding_tables import rounding
 from shape_tables import gpu_shapes
+from vllm_bench_tables import vllm_bench_serve, vllm_split
 from vllm_cpu_tables import vllm_cpu
 from vllm_tables import vllm_serving
 
@@ -366,7 +367,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, generate, perplexity, questions,
-        memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving, hybrid, pack,
+        memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving,
+        vllm_bench_serve, vllm_split, hybrid, pack,
     )
 }  # fmt: skip
 

@@ -16,11 +16,12 @@ MEAN = {"bf16": 0.125, "fp8": 0.5}
 
 
 def compared(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every engine of a model against the first one with 16-bit activations that is not ours."""
+    """Every engine of a model against the first one with 16-bit activations, which is ours only if all are."""
     made = []
     for model in dict.fromkeys(engine["model"] for engine in engines):
         known = [engine for engine in engines if engine["model"] == model and "answers" in engine]
-        references = [one for one in known if one["activations"] == "bf16" and not one["backend"].startswith("ours")]
+        references = [one for one in known if one["activations"] == "bf16"]
+        references.sort(key=lambda one: str(one["backend"]).startswith("ours"))
         if model in CHECKPOINTS and references:
             made += [_compare(references[0], one) for one in known if one is not references[0]]
     return made

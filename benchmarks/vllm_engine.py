@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_models import CHECKPOINTS, fill_parameter
+from vllm_models import CHECKPOINTS, experts_of, fill_parameter
 
 from lancebill.jit.cache import Cache
 
 OFF = {"LANCEBILL_VLLM": "off"}
+FILLED = "random weights are filled in"  # a line of an engine's log
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Backend:
     moe_backend: str = "auto"  # vLLM's own choice of kernels, where ours do not compute
     environment: dict[str, str] = field(default_factory=lambda: dict(OFF))
     ours: bool = False
+    split: bool = False  # half of the experts of every layer are on the CPU
     kernels: tuple[str, ...] = ()  # words in the names of the kernels of the experts
 
-    @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self, experts: int) -> dict[str, Any]:
+        """vLLM's options for this backend, for layers of so many experts."""
         rules = {} if self.activations == "bf16" else {"activations": self.activations}
-        return {"additional_config": {"lancebill": {"mode": "require", **rules}}} if self.ours else {}
+        split = {"gpu_experts": experts // 2} if self.split else {}
+        return {"additional_config": {"lancebill": {"mode": "require", **rules, **split}}} if self.ours else {}
 
 
 # What vLLM's own paths launch besides their GEMMs: sorting rows, the activation, quantising, the weighted sum.
@@ -64,6 +68,7 @@ HUMMING_FP8 = {"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'}
 BACKENDS: dict[str, Backend] = {
     "ours": Backend(ours=True, environment={}, kernels=OURS),
     "ours-fp8": Backend("fp8", ours=True, environment={}, kernels=OURS),
+    "ours-split": Backend(ours=True, split=True, environment={}, kernels=OURS),
     "marlin": Backend(moe_backend="marlin", kernels=("marlin", *SHARED_STEPS)),
     "marlin-fp8": Backend("fp8", "marlin", OFF | {"VLLM_MARLIN_INPUT_DTYPE": "fp8"}, kernels=("marlin", *SHARED_STEPS)),
     "humming": Backend(moe_backend="humming", kernels=("humming", *SHARED_STEPS)),
@@ -95,19 +100,11 @@ class Sizes:
         return max([*lengths, 512, self.new_tokens + 1]) + self.answer_tokens
 
 
-def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any, dict[str, Any]]:
-    """The engine and how long its parts took. Environment variables must have been set."""
-    from vllm import LLM
-
-    times: dict[str, Any] = {}
-    _time_loading(times)
-    if model not in CHECKPOINTS:
-        _fill_dummy_weights()
-    begin, compiled_before = time.perf_counter(), len(Cache().keys())
-    on_gpu = torch.cuda.is_available()
+def engine_options(model: str, backend: Backend, sizes: Sizes) -> dict[str, Any]:
+    """vLLM's options for an engine of this model and backend on this machine."""
+    on_gpu = torch.cuda.device_count() > 0  # does not initialise CUDA
     options: dict[str, Any] = {
         "load_format": "auto" if model in CHECKPOINTS else "dummy",
-        "skip_tokenizer_init": True,
         "dtype": "bfloat16" if on_gpu else "float32",  # not all CPUs have bf16
         "max_model_len": sizes.longest,
         "max_num_seqs": max([*sizes.sequences, *(count for count, _ in sizes.prompts), 8]),
@@ -117,7 +114,7 @@ def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any
         "seed": 0,
         "kv_cache_memory_bytes": int(sizes.kv_gib * (1 << 30)),
         "gpu_memory_utilization": 0.8,
-        **backend.settings,
+        **backend.settings(experts_of(model)),
         **(DEEPSEEK_V4_OPTIONS if model.startswith("deepseek-v4") else {}),
     }
     if on_gpu:
@@ -130,6 +127,19 @@ def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any
                 "cudagraph_capture_sizes": list(sizes.capture),
             },
         }
+    return options
+
+
+def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any, dict[str, Any]]:
+    """The engine and how long its parts took. Environment variables must have been set."""
+    from vllm import LLM
+
+    times: dict[str, Any] = {}
+    _time_loading(times)
+    if model not in CHECKPOINTS:
+        fill_dummy_weights()
+    begin, compiled_before = time.perf_counter(), len(Cache().keys())
+    options = engine_options(model, backend, sizes) | {"skip_tokenizer_init": True}
     llm = LLM(model=str(folder), **options)
     times["start_s"] = round(time.perf_counter() - begin, 2)
     compilation = llm.llm_engine.vllm_config.compilation_config
@@ -155,7 +165,7 @@ def _time_loading(times: dict[str, Any]) -> None:
     Worker.load_model = load_model
 
 
-def _fill_dummy_weights() -> None:
+def fill_dummy_weights() -> None:
     """Let vLLM's dummy loader fill parameters with `fill_parameter`: by name, so equal for all backends."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -168,6 +178,7 @@ def _fill_dummy_weights() -> None:
             if hasattr(module, "hc_attn_fn_broadcast"):  # DeepSeek-V4 derives it while it loads
                 fn = module.hc_attn_fn.data
                 module.hc_attn_fn_broadcast = fn.view(fn.shape[0], module.hc_mult, -1).sum(1).contiguous()
+        print(FILLED, flush=True)
 
     DummyModelLoader.load_weights = load_weights
 
@@ -226,6 +237,15 @@ class Meter:
             "margins": [[_margin(step) for step in one.outputs[0].logprobs] for one in made],
         }
 
+    def memory(self, steps: int, parts: int = 10) -> dict[str, Any]:
+        """Memory in use at first and after each part of so many steps of one sequence, which hold no new shape."""
+        readings = [_memory_in_use()]
+        for _ in range(parts):
+            self.run(self.prompts(1, 1), steps // parts)
+            readings.append(_memory_in_use())
+        names = ("gpu_bytes", "host_bytes")
+        return {"steps": steps} | {name: list(values) for name, values in zip(names, zip(*readings), strict=True)}
+
     def kernels(self, words: Sequence[str], new: int = 32) -> dict[str, Any]:
         """GPU time of a step with one sequence, by kernel; the experts' are those with one of `words` in their name.
 
@@ -255,6 +275,13 @@ class Meter:
             "experts": {name[:120]: round(us, 2) for name, us in sorted(experts.items(), key=lambda one: -one[1])},
             "all": {name[:120]: round(spent[name], 2) for name in most},
         }
+
+
+def _memory_in_use() -> tuple[int, int]:
+    """Bytes in use on the GPU, by all processes, and in host memory, by this one."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return total - free, pages * resource.getpagesize()
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

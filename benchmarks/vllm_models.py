@@ -169,6 +169,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": GPT_OSS_120B,
     "qwen3-30b": QWEN3_30B,
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
+    "gpt-oss-20b-4-layers": GPT_OSS_120B
+    | {"num_hidden_layers": 4, "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt-oss-1-layer": GPT_OSS_120B | {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "tiny-qwen3": QWEN3_30B | TINY | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4},
     "tiny-gpt-oss": GPT_OSS_120B
@@ -178,8 +180,15 @@ MODELS: dict[str, dict[str, Any]] = {
 CHECKPOINTS = (
     "gpt-oss-120b",
     "gpt-oss-1-layer",
+    "gpt-oss-20b-4-layers",
     "tiny-gpt-oss",
 )  # loaded from a file; the others have random weights by the loader
+
+
+def experts_of(name: str) -> int:
+    """The number of routed experts of each layer."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(MODELS[name][key] for key in keys if key in MODELS[name])
 
 
 def model_folder(name: str, root: Path, device: str) -> Path:
@@ -191,6 +200,25 @@ def model_folder(name: str, root: Path, device: str) -> Path:
     if name in CHECKPOINTS and not (folder / "model.safetensors.index.json").exists():
         _write_gpt_oss(config, folder, device)
     return folder
+
+
+def word_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer beside the config: one word for each id, so that text and ids are equally long."""
+    words = {f"t{number}": number for number in range(vocabulary)}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
 
 
 def _write_gpt_oss(config: dict[str, Any], folder: Path, device: str) -> None:

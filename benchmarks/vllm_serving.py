@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from machine import commit, gpu_machine, package_version
+from machine import command, commit, gpu_machine, package_version
 from vllm_answers import compared
 from vllm_engine import BACKENDS, Meter, Sizes, set_environment, start
 from vllm_models import CHECKPOINTS, MODELS, model_folder
@@ -77,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--capture", nargs="*", type=int, default=list(Sizes.capture), help="tokens of captured steps")
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--memory-steps", type=int, default=0, help="steps over which memory in use is recorded")
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--kv-gib", type=float, default=32.0)
     parser.add_argument("--fresh", action="store_true", help="import vLLM in every engine's process")
@@ -108,7 +109,7 @@ def start_of_record(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "vllm-serving",
         "commit": commit(),
-        "command": " ".join(sys.argv),
+        "command": command("vllm_serving.py"),
         "machine": gpu_machine() if device() == "cuda" else {"gpu": None},
         "versions": {name: version for name, version in versions.items() if version is not None},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SET_BEFORE)},
@@ -175,6 +176,8 @@ def measure(model: str, name: str, folder: Path, arguments: argparse.Namespace, 
         note(answers=meter.answers(sizes.answer_tokens))
     note(prefill=[meter.prefill(count, tokens, sizes.trials) for count, tokens in sizes.prompts])
     note(decode=[meter.decode(count, sizes.new_tokens, sizes.trials) for count in sizes.sequences])
+    if arguments.memory_steps:
+        note(memory=meter.memory(arguments.memory_steps))
     if not arguments.no_profile and device() == "cuda":
         note(kernels_of_one_sequence=meter.kernels(backend.kernels))
 
@@ -193,6 +196,11 @@ def who_computes(llm: Any) -> list[str]:
 
 def in_child(work: Any, log: Path | None, limit: int) -> str | None:
     """Run `work` in a forked process with a time limit; returns what went wrong."""
+    return wait_for(fork(work, log), limit, log)
+
+
+def fork(work: Any, log: Path | None) -> int:
+    """A process with a session of its own that runs `work` and ends; returns its number."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -212,7 +220,7 @@ def in_child(work: Any, log: Path | None, limit: int) -> str | None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)  # no destructors: the engine's memory goes with the process
-    return wait_for(child, limit, log)
+    return child
 
 
 def wait_for(child: int, limit: int, log: Path | None) -> str | None:
@@ -236,7 +244,8 @@ def end(child: int) -> None:
     """Kill a child and what it started: it has a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    with contextlib.suppress(ChildProcessError):  # it was waited for
+        os.waitpid(child, 0)
 
 
 def last_lines(log: Path | None, count: int = 12) -> str:

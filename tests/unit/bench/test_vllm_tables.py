@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import result_files
 import vllm_answers
+import vllm_bench_tables
 import vllm_cpu_tables
 import vllm_tables
 
@@ -147,3 +148,44 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "| mixtral | 1 of 2 | 2.0e-06 |" in text
     assert "| mxfp4 | 25.0% ± 5.0% | 25.0% ± 5.0% | 0.5 | 1 |" in text
     assert "transformers' `generate` 10.0 (1.80x)" in text and "18.0" in text
+
+
+def load_case(tokens_out: int, rate: float) -> dict[str, Any]:
+    case = {"prompts": 16, "concurrency": 8, "tokens_in": 64, "tokens_out": tokens_out}
+    return {"case": case, "trials": [{}, {}], "tokens_per_s": rate}
+
+
+def test_load_tests_need_ours_and_a_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    assert vllm_bench_tables.vllm_bench_serve() == vllm_bench_tables.NOTHING
+    start = {"model": "qwen3-30b", "versions": {"vllm": "0.26.0"}, "stream_interval": 8}
+    ours = {"backend": "ours", "activations": "bf16", "cases": [load_case(1, 300.0), load_case(9, 30.0)]}
+    peer = {"backend": "humming", "activations": "bf16", "cases": [load_case(1, 200.0)]}  # cut short
+    failed = {"backend": "marlin", "activations": "bf16", "failure": "out of memory"}
+    (tmp_path / "vllm-bench-serve" / "h200").mkdir(parents=True)
+    for name, servers in {"a": [ours, peer, failed], "b": [ours, failed]}.items():
+        path = tmp_path / "vllm-bench-serve" / "h200" / f"{name}.json"
+        path.write_text(json.dumps(start | {"servers": servers}), encoding="utf-8")
+    lines = vllm_bench_tables.vllm_bench_serve().splitlines()
+    assert lines[0] == "|  | 64 in, 1 out: 16 prompts, 8 at once |"
+    assert lines[2:4] == ["| humming | 200 |", "| **lancebill** | 300 (1.50x) |"]
+    assert "median of 2 trials" in lines[5] and "h200/a.json" in lines[5]
+
+
+def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    assert vllm_bench_tables.vllm_split() == vllm_bench_tables.NOTHING
+    answers = {"prompt_logprobs": [[-1.0]], "tokens": [[5, 6]], "margins": [[1.0, 0.5]]}
+    other = {"prompt_logprobs": [[-1.5]], "tokens": [[5, 7]], "margins": [[1.0, 0.5]]}
+    memory = {"steps": 100, "gpu_bytes": [1 << 20, 3 << 20, 3 << 20], "host_bytes": [0, 0, 2 << 20]}
+    engines = [engine("ours", 50.0, answers), engine("ours-split", 20.0, other) | {"memory": memory}]
+    (tmp_path / "vllm-split" / "h200").mkdir(parents=True)
+    record = json.dumps(START | {"engines": engines})
+    (tmp_path / "vllm-split" / "h200" / "a.json").write_text(record, encoding="utf-8")
+    lines = vllm_bench_tables.vllm_split().splitlines()
+    assert lines[2:4] == [
+        "| all on the GPU | 500 | 50 |  |",
+        "| half on the CPU | 200 | 20 | +0.0 MiB, +2.0 MiB over 100 steps |",
+    ]
+    assert "0 of 1 are the same, the others part where the margin is at most 0.500" in lines[5]
+    assert "differ by 0.5000 on average" in lines[5]

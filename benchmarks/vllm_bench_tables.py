@@ -1,0 +1,95 @@
+"""The tables of vLLM's own load test and of split models in vLLM, from recorded results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from result_files import ResultFile, links, markdown_table, result_files
+from vllm_answers import compared
+
+NOTHING = "Nothing has been measured yet.\n"
+
+
+def vllm_bench_serve() -> str:
+    """For each model and kind of activations the newest run that has ours and a peer."""
+    newest: dict[tuple[str, str], tuple[ResultFile, list[dict[str, Any]]]] = {}
+    for file in result_files("vllm-bench-serve"):
+        for activations in ("bf16", "fp8"):
+            held = [one for one in file.record["servers"] if one["activations"] == activations and one.get("cases")]
+            if len({_is_ours(one) for one in held}) == 2:
+                newest[file.record["model"], activations] = file, held
+    return "\n".join(_load_table(*found) for found in newest.values()) or NOTHING
+
+
+def _is_ours(server: dict[str, Any]) -> bool:
+    return str(server["backend"]).startswith("ours")
+
+
+def _load_table(file: ResultFile, servers: list[dict[str, Any]]) -> str:
+    cases = [held["case"] for held in servers[0]["cases"] if all(_rate(one, held["case"]) for one in servers)]
+    rows = []
+    for server in sorted(servers, key=_is_ours):
+        cells = []
+        for case in cases:
+            best = max(_rate(one, case) for one in servers if not _is_ours(one))
+            rate = _rate(server, case)
+            cells.append(f"{rate:,.0f} ({rate / best:.2f}x)" if _is_ours(server) else f"{rate:,.0f}")
+        rows.append(("**lancebill**" if _is_ours(server) else server["backend"].removesuffix("-fp8"), *cells))
+    record = file.record
+    trials = {len(held["trials"]) for server in servers for held in server["cases"]}
+    note = (
+        f"{record['model']}, MXFP4 x {servers[0]['activations']}: tokens per second by `vllm bench serve`, of prompts "
+        f"where one token is asked for, else of answers; median of {min(trials)} trials, servers in turns "
+        f"(ours over the best peer). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in "
+        f"parts of {record['stream_interval']} tokens; {links(file.name)}"
+    )
+    return markdown_table(("", *map(_case_name, cases)), rows, note)
+
+
+def _rate(server: dict[str, Any], case: dict[str, int]) -> float:
+    return next((float(held.get("tokens_per_s", 0.0)) for held in server["cases"] if held["case"] == case), 0.0)
+
+
+def _case_name(case: dict[str, int]) -> str:
+    lengths = f"{case['tokens_in']:,} in, {case['tokens_out']:,} out"
+    return f"{lengths}: {case['prompts']} prompts, {case['concurrency']} at once"
+
+
+def vllm_split() -> str:
+    """The newest run: a model with half of its experts on the CPU, beside the whole one."""
+    files = result_files("vllm-split")
+    engines = [engine for file in files[-1:] for engine in file.record["engines"] if engine.get("decode")]
+    if not engines:
+        return NOTHING
+    cases = [(case["prompts"], case["in"], case["out"]) for e in engines[:1] for case in (*e["prefill"], *e["decode"])]
+    rows = [(_split_name(engine), *_split_rates(engine), _growth(engine)) for engine in engines]
+    head = [f"{count} x {new:,} new" if new > 1 else f"{count} prompts of {given:,}" for count, given, new in cases]
+    answers = "; ".join(
+        f"answers: {one['same_answers']} of {one['answers']} are the same, the others part where the margin is at most "
+        f"{max(one['margins_where_answers_part'], default=0):.3f}; log-probabilities of given tokens differ by "
+        f"{one['mean']:.4f} on average, {one['largest']:.3f} at most"
+        for one in compared(engines)
+    )
+    note = (
+        f"{engines[0]['model']} in vLLM {files[-1].record['versions']['vllm']} with FULL_AND_PIECEWISE graphs: tokens "
+        f"per second, and growth of memory in use on the GPU and in the process over so many steps; {answers}; "
+        f"{links(files[-1].name)}"
+    )
+    return markdown_table(("experts", *head, "memory"), rows, note)
+
+
+def _split_name(engine: dict[str, Any]) -> str:
+    return "half on the CPU" if engine["backend"] == "ours-split" else "all on the GPU"
+
+
+def _split_rates(engine: dict[str, Any]) -> list[str]:
+    return [f"{case['tokens_per_s']:,.0f}" for case in (*engine["prefill"], *engine["decode"])]
+
+
+def _growth(engine: dict[str, Any]) -> str:
+    """From the first part of the steps to the last: what the first one needs stays."""
+    memory = engine.get("memory")
+    if memory is None:
+        return ""
+    gpu, host = ((memory[name][-1] - memory[name][1]) / 2**20 for name in ("gpu_bytes", "host_bytes"))
+    return f"{gpu:+.1f} MiB, {host:+.1f} MiB over {memory['steps']:,} steps"
