@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from lancebill.backends.limited_dict import LimitedDict
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import MissingTensor
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
@@ -180,12 +181,12 @@ class Executor:
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
         self.backend, self.problem, self.device, self.tensors = backend, problem, device, tensors
         self.accepts_any_ids = backend.accepts_any_ids
-        self.fast_calls: dict[int, FastCall] = {}
-        self.fast_routes: dict[int, FastRoute] = {}  # likewise, by the number of logits
-        self.fast_linears: dict[int, LinearCall] = {}  # likewise, for layers of one matrix, by the elements of x
+        self.fast_calls = LimitedDict[int, FastCall](MOST_PLANS)
+        self.fast_routes = LimitedDict[int, FastRoute](MOST_PLANS)  # likewise, by the number of logits
+        self.fast_linears = LimitedDict[int, LinearCall](MOST_PLANS)  # likewise, of one matrix, by elements of x
         self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}
         self._plans: dict[tuple[str, int], Plan] = {}
-        self.made: dict[Hashable, tuple[list[int], Any]] = {}  # what `remade` keeps, and for which addresses
+        self.made = LimitedDict[Hashable, tuple[list[int], Any]](MOST_MADE)  # by `remade`, for which addresses
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call, with every check."""
@@ -205,8 +206,6 @@ class Executor:
         if call is None or bound is None:
             return route_as_defined(routing, logits, router, hidden, input_ids)
         if not routing.hashed and call.logits is logits:
-            if len(self.fast_routes) >= MOST_PLANS:
-                self.fast_routes.clear()
             self.fast_routes[logits.numel()] = bound.fast_route(call)
         return bound.run(call.logits, call.input_ids)
 
@@ -236,8 +235,6 @@ class Executor:
         """What `make` made for these addresses; made again when one of them differs."""
         found = self.made.get(key)
         if found is None or found[0] != addresses:
-            if len(self.made) >= MOST_MADE:
-                self.made.clear()
             found = self.made[key] = addresses, make()
         made: Made = found[1]
         return made
@@ -254,8 +251,6 @@ class Executor:
         plan = self._plans.get((INDEXED, self.plan_key(x.shape[0])))
         call = None if plan is None else self.fast_call(x, plan, mapped)
         if call is not None:
-            if len(self.fast_calls) >= MOST_PLANS:
-                self.fast_calls.clear()
             self.fast_calls[x.numel()] = call
 
     def run_linear(self, x: Tensor, out: Tensor) -> Tensor:
@@ -272,8 +267,6 @@ class Executor:
         plan = self._plans.get((CONTIGUOUS, self.plan_key(x.shape[:-1].numel())))
         call = None if plan is None else self.linear_call(x, plan)
         if call is not None:
-            if len(self.fast_linears) >= MOST_PLANS:
-                self.fast_linears.clear()
             self.fast_linears[x.numel()] = call
 
     def plan_key(self, tokens: int) -> int:

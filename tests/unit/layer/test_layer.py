@@ -12,6 +12,7 @@ from layer_checkpoints import ROWS, SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 
 from lancebill.backends import base
+from lancebill.backends.limited_dict import LimitedDict
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import LaunchError, MissingTensor, SpecError, WrongDtype
 from lancebill.formats.base import Example
@@ -80,6 +81,14 @@ def test_the_number_of_kept_plans_is_bounded(tmp_path: Path, monkeypatch: pytest
         x, ids, weights = make_inputs(tokens)
         layer(x, topk_ids=ids, topk_weights=weights)
     assert len(layer.executor._plans) <= 2 and len(layer.executor.fast_calls) <= 2
+
+
+def test_a_full_dict_drops_everything_for_a_new_key() -> None:
+    kept = LimitedDict[str, int](2)
+    kept["a"], kept["b"], kept["a"] = 1, 2, 3
+    assert kept == {"a": 3, "b": 2}
+    kept["c"] = 4
+    assert kept == {"c": 4} and copy.deepcopy(kept) == kept
 
 
 def test_copies_of_a_layer_share_its_backend_and_plan(tmp_path: Path) -> None:

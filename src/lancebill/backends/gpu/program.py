@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lancebill.backends.call_signature import CallSignature
 from lancebill.backends.gpu.bindings import Bindings
+from lancebill.backends.limited_dict import LimitedDict
 from lancebill.errors import ContextError
 from lancebill.jit.driver import MapSlot, check_launch, launch_function, use_context
 from lancebill.jit.graph import Graph, graphs_available
@@ -38,8 +39,10 @@ class Program:
         self.graph: Graph | None = None
         self.outdated: set[int] = set()  # indices of launches whose arguments changed since the graph was updated
         self.all_changed = False  # this call changes every launch
-        self.tensor_maps: dict[tuple[int, int], list[tuple[MapSlot, bytes]]] = {}  # by x's address and tokens
-        self.signatures: dict[tuple[int, bool], CallSignature] = {}  # of indexed calls, by tokens and expert map
+        self.tensor_maps = LimitedDict[tuple[int, int], list[tuple[MapSlot, bytes]]](_MOST_KEPT)  # by x and tokens
+        self.signatures = LimitedDict[tuple[int, bool], CallSignature](
+            _MOST_KEPT
+        )  # of indexed calls: tokens, expert map
 
     def run(self, tokens: int, caller: tuple[int, ...]) -> None:
         """Launch for the caller's tensors: addresses of x, out and edges, or of x, out, ids, weights and the expert map
@@ -68,8 +71,6 @@ class Program:
         plan = self.bindings.plan
         found = self.signatures.get((tokens, mapped))
         if found is None and plan.work == INDEXED and 0 < tokens <= plan.tokens:
-            if len(self.signatures) >= _MOST_KEPT:
-                self.signatures.clear()
             problem = plan.problem
             rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
             found = self.signatures[tokens, mapped] = CallSignature(rows, slots, problem.input.storage, device)
@@ -135,8 +136,6 @@ class Program:
         """Tensor maps of an input and their slots. Kept: allocators return the same addresses over and over."""
         found = self.tensor_maps.get((x, tokens))
         if found is None:
-            if len(self.tensor_maps) >= _MOST_KEPT:
-                self.tensor_maps.clear()
             bindings = self.bindings
             matrix = MappedMatrix(x, (tokens, bindings.plan.problem.hidden))
             found = [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.gpu.route_step import RouteStep
+from lancebill.backends.limited_dict import LimitedDict
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import ContextError
 from lancebill.jit.driver import check_launch, launch_function, use_context
@@ -79,7 +80,7 @@ class RoutePrograms:
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
-        self._programs: dict[int, RouteProgram] = {}
+        self._programs = LimitedDict[int, RouteProgram](_MOST_STREAMS)
 
     def find(self, call: RouteCall) -> RouteProgram | None:
         """The program for this call on the current stream; None if the kernel does not support the call."""
@@ -90,7 +91,5 @@ class RoutePrograms:
         step = RouteStep.of(call) if call.supported() else None
         if step is None:
             return None
-        if len(self._programs) >= _MOST_STREAMS:
-            self._programs.clear()
         program = self._programs[stream] = RouteProgram(step.compiled_for(self.arch), call, stream)
         return program
