@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lancebill.backends.ampere import shipped as ampere
-from lancebill.backends.gpu.target import compile_target
+from lancebill.backends.gpu.target import FP8_FROM, compile_target
 from lancebill.backends.hopper import shipped as hopper
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.targets import TARGETS
@@ -19,8 +19,8 @@ def shipped_for(target: str) -> list[KernelSource]:
 
 def targets_of(arch: int) -> tuple[str, ...]:
     """The targets whose kernels a GPU of this compute capability launches."""
-    name = f"sm_{compile_target(arch)}"
-    return (name,) if name in TARGETS else ()
+    launched = {f"sm_{compile_target(arch, fp8=fp8)}" for fp8 in {False, arch >= FP8_FROM}}
+    return tuple(target for target in TARGETS if target in launched)
 
 
 def all_shipped() -> Iterator[KernelSource]:

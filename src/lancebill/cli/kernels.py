@@ -29,7 +29,7 @@ SHOWN = 20  # damaged entries printed without --json
 Folder = Annotated[
     Path | None, typer.Option(help="Cache folder; the default is $LANCEBILL_CACHE or ~/.cache/lancebill/kernels.")
 ]
-Arch = Annotated[str, typer.Option(help="The GPUs to compile for: sm_80, sm_90, sm_120 or all.")]
+Arch = Annotated[str, typer.Option(help=f"The GPUs to compile for: {', '.join(TARGETS)} or all.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Compiler processes; the default is one per core.")]
 
 

@@ -139,7 +139,7 @@ def test_launches_pass_every_argument_to_kernels_of_one_target(dispatch: str) ->
 
 def test_few_targets_serve_all_gpus() -> None:
     assert [compile_target(arch) for arch in ARCHS] == [80, 80, 80, 80, 90, 120, 121]
-    assert targets_of(86) == ("sm_80",) and targets_of(89) == ("sm_80",) and targets_of(121) == ()
+    assert targets_of(86) == ("sm_80",) and targets_of(89) == ("sm_80", "sm_89") and targets_of(121) == ()
     runs = [
         [KernelSource("m", "k", (), (), arch=arch).runs_on(gpu) for gpu in (80, 86, 89, 90, 120)] for arch in (80, 89)
     ]

@@ -51,9 +51,10 @@ def test_pipelines_fit_the_card(form: WeightForm, shared: int) -> None:
     [
         (FORMS[0], 8, 80, "HMMA.16816.F32.BF16"),
         (FORMS[-2], 8, 89, "QMMA.16832.F32.E4M3.E4M3"),
+        (FORMS[-2], 8, 120, "QMMA.16832.F32.E4M3.E4M3"),
         (FORMS[-1], 8, 80, "IMMA.16832.S8.S8"),
     ],
-    ids=["bf16", "e4m3", "s8"],
+    ids=["bf16", "e4m3-sm_89", "e4m3-sm_120", "s8"],
 )
 def test_kernels_use_the_cards_instructions(form: WeightForm, tokens: int, arch: int, instruction: str) -> None:
     """They compile without spills and copy weights past the first-level cache. Sums of a group become floats without a

@@ -11,7 +11,7 @@ from lancebill.backends.gpu.cards import Card, nearest_card
 from lancebill.backends.gpu.chunks import cut
 from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, form_notes, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import Efficiency, activated_experts, estimate_us
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import Rule, Tile, bucket, reachable
@@ -44,7 +44,7 @@ def make_plan(
         estimate_us=estimate_us(layout, slots, card, _REACHED),
         notes=(
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
-            *dict.fromkeys(gemm.form.name for gemm in gemms),
+            *form_notes([gemm.form for gemm in gemms]),
             *_pipelines(dict(zip(problem.matrices, gemms))),
             f"estimated for {card.name}",
             *(UNTRIED for gemm in gemms[:1] if gemm.form.activations == E4M3),

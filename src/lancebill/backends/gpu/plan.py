@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lancebill.backends.base import Plan
-from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, S8, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.roofline import activated_experts
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
@@ -20,6 +21,7 @@ SMALL = 256  # most tokens that a single launch dispatches
 _CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
 _MOST_COUNTED = 1024
 MOST_READS = 1.4  # of an expert, on average, where each slot is a tile; above, tiles of several rows are faster
+REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,12 @@ def gemm_plan(layout: FragmentLayout, name: str) -> GemmPlan:
         static=activations.static,
         rotation=shape.spec.rotation,
     )
+
+
+def form_notes(forms: Sequence[WeightForm]) -> tuple[str, ...]:
+    """The forms of a plan's matrices, and what they round."""
+    rounded = any(form.code == E2M1_CODE and form.activations == E4M3 for form in forms)
+    return (*dict.fromkeys(form.name for form in forms), *([REROUNDED] if rounded else []))
 
 
 def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:

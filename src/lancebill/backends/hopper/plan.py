@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import ROWS, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.plan import SINGLE, GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.plan import SINGLE, GemmPlan, GpuPlan, form_notes, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import activated_experts
 from lancebill.backends.gpu.tiles import Rule, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.moe.problem import Problem
 
-REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
 MOST_SINGLE_ROWS = 2  # of one matrix, which is read for each row where each is a tile
 _READ_RATE = 4.3e6  # bytes per microsecond
 _TENSOR_RATE = {False: 6.5e8, True: 1.2e9}  # flops per microsecond; True: 8-bit inputs
@@ -39,8 +38,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
         estimate_us=_estimate(problem, layout, slots),
         notes=(
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
-            *dict.fromkeys(form.name for form in forms),
-            *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
+            *form_notes(forms),
         ),
         rule=rule,
         w13=gemms[0],
