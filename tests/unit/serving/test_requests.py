@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_engine import VOCABULARY, Counting, running  # noqa: E402
 
 from lancebill.errors import LaunchError, UnsupportedProblem  # noqa: E402
+from lancebill.serving.app import MOST_BODY, Call, ClientGone  # noqa: E402
 from lancebill.serving.engine import BatchEngine  # noqa: E402
 from lancebill.serving.generation import Generation, Piece  # noqa: E402
 from lancebill.serving.listen import bind_addresses  # noqa: E402
@@ -98,6 +99,35 @@ def test_a_full_queue_and_a_failing_model() -> None:
         generate(broken, [(3, 4)])
     assert caught.value.status == 500
     assert full.stop(5) and broken.stop(5)
+
+
+def call(*messages: Mapping[str, Any], **headers: str) -> Call:
+    """A request whose body and end arrive as these messages."""
+    left = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        return dict(left.pop(0))
+
+    async def send(message: Mapping[str, Any]) -> None:
+        raise AssertionError(f"nothing is to be sent: {message}")
+
+    return Call("POST", "/", headers, receive, send)
+
+
+def test_bodies_in_pieces() -> None:
+    piece, last = {"type": "http.request", "body": b"ab", "more_body": True}, {"type": "http.request", "body": b"c"}
+    gone = {"type": "http.disconnect"}
+    assert asyncio.run(call(piece, piece, last).body()) == b"ababc"
+    with pytest.raises(ClientGone):
+        asyncio.run(call(piece, gone).body())
+    large = {"type": "http.request", "body": bytes(MOST_BODY), "more_body": True}
+    for asked in (call(large, large), call(**{"content-length": str(MOST_BODY + 1)}), call(**{"content-length": "-1"})):
+        with pytest.raises(ApiError) as refused:
+            asyncio.run(asked.body())
+        assert refused.value.status == 413
+    waiting = call(last, gone, gone)
+    asyncio.run(waiting.until_gone())
+    assert asyncio.run(waiting.receive()) == gone  # nothing is read after the first
 
 
 def test_an_address_of_another_machine() -> None:
