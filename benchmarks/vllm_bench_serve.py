@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,6 +111,7 @@ def main() -> None:
     folder = Path(arguments.models) / arguments.model
     in_child(lambda: model_folder(arguments.model, folder.parent, device()), None, 120)
     word_tokenizer(folder, MODELS[arguments.model]["vocab_size"])
+    fill_weights_everywhere(folder.parent)
     record = start_of_record(arguments)
 
     def write() -> None:
@@ -117,16 +119,14 @@ def main() -> None:
 
     with running(arguments, folder, out, record) as servers:
         write()
-        for case in arguments.cases:
-            for server in servers:
-                ask(server, case.warm_up, folder, arguments.limit)
-            for trial in range(arguments.trials):
-                for server in servers:
-                    figures = ask(server, case, folder, arguments.limit, seed=trial)
-                    add_trial(record, server.backend, case, figures)
-                    write()
-                    rate = f"{case.rate(figures):,.0f} tokens/s" if "failure" not in figures else figures["failure"]
-                    say(f"{server.backend} {case}: {rate}")
+        for case, server in product(arguments.cases, servers):
+            ask(server, case.warm_up, folder, arguments.limit)
+        for trial, case, server in product(range(arguments.trials), arguments.cases, servers):
+            figures = ask(server, case, folder, arguments.limit, seed=trial)
+            add_trial(record, server.backend, case, figures)
+            write()
+            rate = f"{case.rate(figures):,.0f} tokens/s" if "failure" not in figures else figures["failure"]
+            say(f"{server.backend} {case}: {rate}")
 
 
 def parse() -> argparse.Namespace:
@@ -194,7 +194,7 @@ def running(arguments: argparse.Namespace, folder: Path, out: Path, record: dict
             words = server_words(name, arguments)
             record["servers"].append({"backend": name, "activations": BACKENDS[name].activations, "options": words})
             log = out.with_suffix(f".{number}-{name}.log")
-            started.append(start_server(name, folder, words, log, fill=arguments.model not in CHECKPOINTS))
+            started.append(start_server(name, folder, words, log, fills=arguments.model not in CHECKPOINTS))
         deadline = time.monotonic() + arguments.limit
         for entry, server in zip(record["servers"], started, strict=True):
             failure = server.wait(deadline)
@@ -221,19 +221,29 @@ def server_words(name: str, arguments: argparse.Namespace) -> list[str]:
     return words_of(options | {"stream_interval": arguments.stream_interval})
 
 
-def start_server(name: str, folder: Path, words: Sequence[str], log: Path, *, fill: bool) -> Server:
+def start_server(name: str, folder: Path, words: Sequence[str], log: Path, *, fills: bool) -> Server:
     port = free_port()
     given = ["--model", str(folder), "--served-model-name", MODEL, "--port", str(port), *words]
-    return Server(name, fork(lambda: serve(BACKENDS[name], given, fill=fill), log), port, log, fill)
+    return Server(name, fork(lambda: serve(BACKENDS[name], given), log), port, log, fills)
 
 
-def serve(backend: Backend, words: Sequence[str], *, fill: bool) -> None:
-    """vLLM's server in this process. Its engine is forked from it, so it fills dummy weights in the same way."""
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+def fill_weights_everywhere(root: Path) -> None:
+    """A plugin of vLLM, so that dummy weights are filled in every process that vLLM starts, however it does that."""
+    installed = root / "random_weights-0.dist-info"
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: random-weights\nVersion: 0\n", encoding="utf-8")
+    entry = f"random_weights = {fill_dummy_weights.__module__}:{fill_dummy_weights.__name__}"
+    (installed / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n", encoding="utf-8")
+    found_in = [str(root.resolve()), str(Path(__file__).parent.resolve())]
+    sys.path += found_in
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *found_in])
+
+
+def serve(backend: Backend, words: Sequence[str]) -> None:
+    """vLLM's server in this process."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # saves another import of vLLM
     set_environment(backend)
     del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    if fill:
-        fill_dummy_weights()
     sys.argv = ["vllm serve", *words]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
