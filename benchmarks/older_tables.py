@@ -15,9 +15,13 @@ _NOTE = (
     "µs of a whole layer: kernels compiled for sm_80, whose PTX an H200's driver compiles (Marlin's time over ours, "
     "and that of our Hopper kernels over ours, in the same run). This is a proxy for GPUs before Hopper, which have "
     "other rates: it compares kernels that use the same instructions, and says nothing about the times on such a GPU. "
-    "Marlin is vLLM 0.26.0's layer, also mma.sync, also compiled by the driver."
+    "Marlin is vLLM 0.26.0's layer, also mma.sync, also compiled for the H200 from PTX for sm_80."
 )
-_INTEGER_NOTE = "The same kernels with int8 activations: µs (the time with bf16 activations over it, in the same run)."
+_INTEGER_NOTE = (
+    "The same kernels with int8 activations: µs (the time with bf16 activations over it, in the same run). Where "
+    "reading the weights bounds a layer, the ratio cannot exceed the second number: the time with bf16 activations "
+    "over that of reading the weights of the activated experts at the measured rate."
+)
 
 
 def gpu_older() -> str:
@@ -26,7 +30,11 @@ def gpu_older() -> str:
     for machine in dict.fromkeys(file.machine for file in result_files("gpu-older")):
         files = result_files("gpu-older", machine)
         compared = [row for row in newest_cells(files) if MARLIN in row["against"]]
-        timed = [row | {"run": file.name} for file in files for row in file.record["rows"]]
+        timed = [
+            row | {"run": file.name, "ceilings": file.record["ceilings"]}
+            for file in files
+            for row in file.record["rows"]
+        ]
         tables = [means(compared), cells(compared), integers(timed)]
         sources = links(*(file.name for file in files))
         pages.append("\n".join([*filter(None, tables), f"From {sources}\n"]))
@@ -65,8 +73,16 @@ def integers(rows: list[Row]) -> str:
         (row["run"], row["shape"], row["weights"], row["activations"], row["tokens"]): row["ours"]["us"] for row in rows
     }
     table: dict[str, dict[int, str]] = {}
-    for (run, shape, weights, activations, tokens), us in times.items():
-        plain = times.get((run, shape, weights, PLAIN, tokens))
-        if activations == INTEGERS and plain is not None:
-            table.setdefault(f"{shape}, {weights}", {})[tokens] = f"{us:,.0f} ({plain / us:.2f}x)"
+    for row in rows:
+        shape, weights, tokens, us = row["shape"], row["weights"], row["tokens"], row["ours"]["us"]
+        plain = times.get((row["run"], shape, weights, PLAIN, tokens))
+        if row["activations"] == INTEGERS and plain is not None:
+            most = f" of at most {plain / row['floor_us']:.2f}x" if _bound_by_reading(row) else ""
+            table.setdefault(f"{shape}, {weights}", {})[tokens] = f"{us:,.0f} ({plain / us:.2f}x{most})"
     return table_by_tokens(table, _INTEGER_NOTE) if table else ""
+
+
+def _bound_by_reading(row: Row) -> bool:
+    """Whether reading the weights takes clearly longer than multiplying, even at the rate of bf16."""
+    multiplying = row["tflops"] * row["ours"]["us"] / row["ceilings"][PLAIN]
+    return bool(row["floor_us"] > 1.01 * multiplying)
