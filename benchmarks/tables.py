@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import summary
+from cpu_tables import cpu_linear, cpu_streams
 from gpu_tables import gpu_host, gpu_layer, layer_runs, mean_ratio, newest_cells
 from hybrid_tables import hybrid, pack
 from older_tables import gpu_older
@@ -366,9 +367,9 @@ def _serve_outcome(run: Mapping[str, Any]) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
-        explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, generate, perplexity, questions,
-        memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving,
-        vllm_bench_serve, vllm_split, hybrid, pack,
+        explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, cpu_linear, generate, cpu_streams,
+        perplexity, questions, memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving, vllm_bench_serve,
+        vllm_split, hybrid, pack,
     )
 }  # fmt: skip
 

@@ -44,7 +44,8 @@ _POINTERS = (  # functions that return one
 )  # fmt: skip
 _OTHERS = (
     "build_forward_expand", "backend_graph_compute", "backend_cpu_set_n_threads", "backend_cpu_set_threadpool",
-    "threadpool_params_init", "backend_tensor_set", "backend_dev_supports_op", "backend_buffer_free", "free",
+    "threadpool_params_init", "threadpool_free", "backend_tensor_set", "backend_dev_supports_op", "backend_buffer_free",
+    "free",
 )  # fmt: skip
 
 
@@ -99,10 +100,8 @@ class Ggml(Peer):
         if str(problem.activation) != "silu" or any(shape.bias for shape in problem.matrices.values()):
             raise SpecError("llama.cpp is measured with silu experts without biases")
         kind, encode = stored_as(problem)
-        self.backend, threads, pool = self._call("backend_cpu_init"), torch.get_num_threads(), _Pool()
-        self.functions["backend_cpu_set_n_threads"](self.backend, threads)
-        self.functions["threadpool_params_init"](ctypes.byref(pool), threads)
-        self.functions["backend_cpu_set_threadpool"](self.backend, self._call("threadpool_new", ctypes.byref(pool)))
+        self.backend, self.pool, self.threads = self._call("backend_cpu_init"), ctypes.c_void_p(), 0
+        self._use_threads(torch.get_num_threads())
         half, wide, inner = problem.w13.n // 2, problem.hidden, problem.intermediate
         parts = {"gate": ("w13", slice(0, half)), "up": ("w13", slice(half, None)), "down": ("w2", slice(None))}
         sizes = {"gate": (wide, inner), "up": (wide, inner), "down": (inner, wide)}
@@ -116,6 +115,7 @@ class Ggml(Peer):
         self.graphs: dict[int, _Graph] = {}
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self._use_threads(torch.get_num_threads())
         graph = self.graphs.get(len(x)) or self.graphs.setdefault(len(x), self._graph(len(x)))
         self._write(graph.x, x.float().contiguous())
         self._write(graph.ids, ids.int().contiguous())
@@ -124,6 +124,18 @@ class Ggml(Peer):
         out = torch.empty(x.shape, dtype=torch.float32)
         ctypes.memmove(out.data_ptr(), self._data(graph.out), out.nbytes)
         return out.to(x.dtype)
+
+    def _use_threads(self, count: int) -> None:
+        """Compute with so many threads from now on; the library keeps them between calls."""
+        if count == self.threads:
+            return
+        settings, old = _Pool(), self.pool
+        self.functions["backend_cpu_set_n_threads"](self.backend, count)
+        self.functions["threadpool_params_init"](ctypes.byref(settings), count)
+        self.pool, self.threads = self._call("threadpool_new", ctypes.byref(settings)), count
+        self.functions["backend_cpu_set_threadpool"](self.backend, self.pool)
+        if old.value:
+            self.functions["threadpool_free"](old)
 
     def _graph(self, tokens: int) -> _Graph:
         wide, inner, top_k = self.problem.hidden, self.problem.intermediate, self.problem.top_k

@@ -1,0 +1,175 @@
+"""A model of the demo's size on a CPU: native steps of several rows, and one and several streams of its server.
+
+    python benchmarks/cpu_streams.py [--model FOLDER] [--rows 1,2,4,8] [--streams 8] [--turns 3] [--tokens 48]
+                                     [--steps 20] [--threads N] [--out FILE] [--note WORDS]
+
+Without `--model` the model has random weights, with experts in MXFP4 and all else in bf16 as the demo's. `steps` are
+milliseconds of one native step with so many sequences, in turns. `served` is what `lancebill bench-serve` measures,
+with one stream and with several in turns, of `lancebill serve` on as many threads; prompts have 16 words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from machine import origin, result_path, whole_model_machine
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import lancebill
+from lancebill.cli.convert import run_conversion, target_of
+from lancebill.cli.engines import running_server
+from lancebill.cli.models import small_steps
+from lancebill.errors import LaunchError
+from lancebill.evaluate.load import Load, run_load
+from lancebill.serving.ragged import RaggedModel, runner
+
+VOCABULARY = 49152
+SIZE = {
+    "vocab_size": VOCABULARY, "hidden_size": 576, "intermediate_size": 192, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_local_experts": 8,
+    "num_experts_per_tok": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WORDS, PROMPT = 16, 16  # of a prompt to the server; tokens before the first timed step
+
+
+def main() -> None:
+    chosen = parse()
+    torch.set_num_threads(chosen.threads)
+    os.environ["OMP_NUM_THREADS"] = str(chosen.threads)  # of the server
+    with model_folder(chosen.model) as folder:
+        steps = step_times(folder, chosen)
+        print(json.dumps(steps), flush=True)
+        try:
+            streams = served(folder, chosen)
+        except LaunchError as error:  # uvicorn is not installed, for example
+            streams = {"absent": str(error)}
+        record = {
+            **origin(Path(__file__).name),
+            "machine": whole_model_machine("cpu"),
+            "model": "random weights" if chosen.model is None else chosen.model.name,
+            "threads": chosen.threads,
+            "note": chosen.note,
+            "steps": steps,
+            "served": streams,
+            "load": os.getloadavg()[0],
+        }
+    path = chosen.out or result_path("cpu-streams")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(path)
+
+
+def parse() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint with a tokenizer; default: random weights")
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each number of rows, in each turn")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/cpu-streams")
+    parser.add_argument("--note", default="")
+    return parser.parse_args()
+
+
+@contextmanager
+def model_folder(given: Path | None) -> Iterator[Path]:
+    """The given model, or a random one that is removed afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        wide, packed = Path(temporary) / "bf16", Path(temporary) / "mxfp4"
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**SIZE), dtype=torch.bfloat16)
+        model.save_pretrained(wide)
+        save_tokenizer(wide)
+        run_conversion(wide, packed, target_of("mxfp4", None), {"search": False})
+        yield packed
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token for each word."""
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def step_times(folder: Path, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each number of sequences."""
+    model = lancebill.from_pretrained(folder, device="cpu")
+    steps = runner(model, small_steps(model))
+    if not isinstance(steps, RaggedModel) or steps.small is None:
+        raise SystemExit("this model has no native steps")
+    taken: dict[int, list[float]] = {count: [] for count in chosen.rows}
+    for _ in range(chosen.turns):
+        for count, seconds in taken.items():
+            seconds += timed_steps(steps, count, chosen.steps)
+    one = statistics.median(taken[min(taken)]) / min(taken)
+    return [
+        {
+            "rows": count,
+            "min_ms": round(1e3 * min(seconds), 2),
+            "median_ms": round(1e3 * statistics.median(seconds), 2),
+            "throughput": round(one * count / statistics.median(seconds), 2),
+        }
+        for count, seconds in taken.items()
+    ]
+
+
+def timed_steps(steps: RaggedModel, count: int, repeats: int) -> list[float]:
+    """Seconds of greedy steps; every sequence has a prompt of its own."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+    sequences = [steps.new_sequence() for _ in prompts]
+    logits = torch.cat([steps.step([sequence], [prompt]) for sequence, prompt in zip(sequences, prompts)])
+    taken = []
+    for _ in range(repeats):
+        new = [[int(row.argmax())] for row in logits]
+        start = time.perf_counter()
+        logits = steps.step(sequences, new)
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def served(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """What bench-serve says of one stream and of several, and how much more several give."""
+    runs: dict[int, list[dict[str, Any]]] = {1: [], chosen.streams: []}
+    with running_server([str(folder), "--engine", "transformers", "--device", "cpu"]) as url:
+        run_load(url, Load(WORDS, 8, chosen.streams, chosen.streams))  # warm-up
+        for turn in range(chosen.turns):
+            for streams, found in runs.items():
+                found.append(run_load(url, Load(WORDS, chosen.tokens, streams, streams, seed=turn)))
+                print(json.dumps(found[-1]), flush=True)
+    rate, last = (
+        {streams: statistics.median(value(run) for run in found) for streams, found in runs.items()}
+        for value in (lambda run: run["tokens_per_second"], lambda run: run["time_to_first_token_ms"]["p99"])
+    )
+    return {
+        "streams": chosen.streams,
+        "tokens_per_second": {str(streams): round(found, 2) for streams, found in rate.items()},
+        "throughput": round(rate[chosen.streams] / rate[1], 2),
+        "last_first_token": round(last[chosen.streams] / last[1], 2),
+        "runs": {str(streams): found for streams, found in runs.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Tables of matrices and of whole models on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from result_files import ResultFile, links, markdown_table, newest_files
+
+
+def cpu_linear() -> str:
+    return "\n".join(_linear_table(file) for file in newest_files("cpu-linear"))
+
+
+def _linear_table(file: ResultFile) -> str:
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in file.record["rows"]:
+        cell = f"{row['us'] / 1e3:.2f} ({row['of_read']:.0%})"
+        cells.setdefault((f"{row['n']} x {row['k']}", row["spec"]), {})[row["rows"]] = cell
+    counts = sorted({count for by in cells.values() for count in by})
+    rows = [(f"{size}, {spec}", *(by.get(count, "") for count in counts)) for (size, spec), by in cells.items()]
+    threads = file.record["rows"][0]["threads"]
+    note = (
+        f"ms of `QuantizedLinear` with so many rows of bf16 on {file.machine_title}, {threads} threads: the fastest "
+        "call with cold caches (the time in which the same threads read as many bytes, as a share of it). "
+        f"{links(file.name)}"
+    )
+    return markdown_table(("rows", *(str(count) for count in counts)), rows, note)
+
+
+def cpu_streams() -> str:
+    return "\n".join(_streams_table(file) for file in newest_files("cpu-streams"))
+
+
+def _streams_table(file: ResultFile) -> str:
+    record, served = file.record, file.record["served"]
+    rows = [(row["rows"], f"{row['median_ms']:.1f}", f"{row['throughput']:.2f}x") for row in record["steps"]]
+    note = (
+        f"A model of the demo's size ({record['model']}) on {file.machine_title}, {record['threads']} threads: ms of a "
+        f"native step with so many sequences, and throughput against one.{_served(served)} {links(file.name)}"
+    )
+    return markdown_table(("sequences", "a step", "throughput"), rows, note)
+
+
+def _served(served: dict[str, Any]) -> str:
+    if "absent" in served:
+        return ""
+    rates, streams = served["tokens_per_second"], served["streams"]
+    return (
+        f" Served, one stream has {rates['1']:.1f} tokens/s and {streams} together {rates[str(streams)]:.1f} "
+        f"({served['throughput']:.2f}x); the last of them waits {served['last_first_token']:.1f}x as long for its "
+        "first token."
+    )
