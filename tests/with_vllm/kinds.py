@@ -70,7 +70,7 @@ class WrittenByExample:
     def stacked(self) -> bool:
         return self.format.stacked
 
-    def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+    def config_for(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         """The example's config. Dense modules have no scales, which tells all these formats that they are dense."""
         return {"quant_method": self.example.config.method, **self.example.config.quant}, self.example.scheme
 
