@@ -1,4 +1,4 @@
-// Codes of a unit as the unsigned bytes that integer kernels multiply.
+// Codes of a unit as the bytes that integer kernels multiply.
 //
 // A decoder has:
 //   blocks       row blocks that share a unit
@@ -14,11 +14,26 @@
 namespace lancebill {
 namespace {
 
+// Whether an entry of the table takes two bytes.
 template <class V>
+bool two_planes(const Packed& p) {
+  return p.top > (V::split_bytes ? 127 : 255);
+}
+
+// What is subtracted from every code of eight bits, where the products are of signed bytes.
+template <class V>
+int32_t code_bias(const Packed& p) {
+  return V::signed_codes && (p.matrix->codes == LANCEBILL_BYTE || (p.top > 127 && !two_planes<V>(p))) ? 128 : 0;
+}
+
+// The table of a plane. Two planes are 7-bit digits.
+template <class V, int Planes>
 LANCEBILL_INLINE typename V::Table plane_table(const Packed& p, int plane) {
   uint8_t bytes[16];
   for (int i = 0; i < 16; i++) {
-    bytes[i] = static_cast<uint8_t>(plane == 0 ? p.matrix->table[i] & 127 : p.matrix->table[i] >> 7);
+    const int32_t entry = p.matrix->table[i];
+    const int32_t digit = plane == 0 ? entry & 127 : entry >> 7;
+    bytes[i] = static_cast<uint8_t>(Planes == 1 ? entry - code_bias<V>(p) : digit);
   }
   return V::table(bytes);
 }
@@ -31,7 +46,7 @@ struct Nibbles {
   typename V::Table tables[Planes];
 
   explicit Nibbles(const Packed& p) {
-    for (int i = 0; i < Planes; i++) tables[i] = plane_table<V>(p, i);
+    for (int i = 0; i < Planes; i++) tables[i] = plane_table<V, Planes>(p, i);
   }
 
   LANCEBILL_INLINE typename V::Codes decode(int block, int plane, typename V::Codes unit) const {
@@ -67,6 +82,7 @@ struct Bytes {
 
   LANCEBILL_INLINE typename V::Codes decode(int, int plane, typename V::Codes unit) const {
     if constexpr (V::split_bytes) return plane == 0 ? V::low_bits(unit) : V::top_bit(unit);
+    if constexpr (V::signed_codes) return V::to_signed(unit);
     return unit;
   }
 };

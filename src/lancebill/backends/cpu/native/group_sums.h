@@ -49,6 +49,7 @@ struct GroupSums {
   static constexpr int kStepUnits = Code::step_units;  // every group has a multiple of this many units
   // Widening 16-bit sums also merges two planes. Three would not fit 32 bits.
   static constexpr int kSums = Code::short_sums && InputPlanes < 3 ? 1 : InputPlanes;
+  static constexpr bool kBiased = V::biased_sums && Code::planes == 1;  // see kFloatBits
   static_assert(kStepUnits * kUnitColumns % kPlaneRun == 0, "a step starts at the start of a plane run");
   static_assert(!Code::whole_bytes || (First == 0 && BlocksAtOnce % 2 == 0), "a whole byte belongs to both blocks");
   I32 sums[BlocksAtOnce][Rows][kSums][Code::planes];
@@ -62,15 +63,21 @@ struct GroupSums {
           I32* sum = sums[b][r][i];
           const int32_t start = kSums == InputPlanes ? groups[r]->start[i] : groups[r]->both;
           sum[0] = zeros == nullptr ? V::broadcast(is_whole(b) ? start + 16 * start : start)
-                                    : V::multiply(zero(p, zeros, b, part), V::broadcast(start));
+                                    : from_zero(zero(p, zeros, b, part), start);
           if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
         }
   }
 
   static constexpr bool is_whole(int b) { return Code::whole_bytes && b % 2 == 1; }
 
+  static LANCEBILL_INLINE I32 from_zero(I32 zero, int32_t start) {
+    const I32 product = V::multiply(zero, V::broadcast(start));
+    return kBiased ? V::add(product, V::broadcast(kFloatBits)) : product;
+  }
+
   static LANCEBILL_INLINE I32 zero(const Packed& p, const uint8_t* zeros, int b, int part) {
-    const I32 own = V::zeros(zeros + b * p.zero_block, part);
+    I32 own = V::zeros(zeros + b * p.zero_block, part);
+    if constexpr (V::signed_codes) own = V::add(own, V::broadcast(-code_bias<V>(p)));
     return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero_block, part), V::template shift_left<4>(own)) : own;
   }
 
@@ -150,10 +157,15 @@ struct GroupSums {
     return sum[0];
   }
 
+  static LANCEBILL_INLINE typename V::F32 to_float(I32 sum) {
+    if constexpr (kBiased) return V::from_biased(sum);
+    return V::to_float(sum);
+  }
+
   // The sum in units of the input's low plane.
   LANCEBILL_INLINE typename V::F32 value(int b, int r) const {
-    typename V::F32 value = V::to_float(sum(b, r, 0));
-    LANCEBILL_EACH(i, kSums - 1) value = V::fma(value, V::spread(kPlane), V::to_float(sum(b, r, i + 1)));
+    typename V::F32 value = to_float(sum(b, r, 0));
+    LANCEBILL_EACH(i, kSums - 1) value = V::fma(value, V::spread(kPlane), to_float(sum(b, r, i + 1)));
     return value;
   }
 };

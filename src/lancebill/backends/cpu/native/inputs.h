@@ -8,6 +8,7 @@
 #pragma once
 
 #include "convert.h"
+#include "group_codes.h"
 #include "plan.h"
 
 namespace lancebill {
@@ -15,7 +16,7 @@ namespace {
 
 struct InputGroup {
   float scale;
-  int32_t start[3];  // start values of the sums over each plane; with zero points: minus the plane's sum
+  int32_t start[3];  // start values of the sums over each plane (see start_value); with zero points: minus its sum
   int32_t both;      // likewise for one sum over two planes; used with small table entries only, where it fits
   float sum;         // sum of the group's values, for offsets
 };
@@ -139,11 +140,24 @@ inline void unscale(float* values, int64_t count, const float* scales, int64_t b
   }
 }
 
+// Where converting integers to floats takes several times as long as adding, sums of bytes start at the bits of
+// 1.5 * 2^23: they are then the bits of that number plus the sum. A group has at most 128 columns, so sums of products
+// with codes less their center or zero point are below 2^22.
+constexpr int32_t kFloatBits = 0x4b400000;
+constexpr float kFloatBias = 0x1.8p23f;
+
+template <class V>
+int32_t start_value(const Packed& p, int32_t sum) {
+  if (p.matrix->zero == LANCEBILL_ZERO_U8) return -sum;
+  const bool biased = V::biased_sums && !two_planes<V>(p);
+  return (code_bias<V>(p) - p.matrix->center) * sum + (biased ? kFloatBits : 0);
+}
+
 // `total`: the sum of the group's integers; `step`: what their unit is worth.
-inline InputGroup finish_group(const Packed& p, const int32_t sums[3], float total, float step) {
-  const int32_t factor = p.matrix->zero == LANCEBILL_ZERO_U8 ? 1 : p.matrix->center;
+template <class V>
+InputGroup finish_group(const Packed& p, const int32_t sums[3], float total, float step) {
   InputGroup group = {step * p.unit, {}, 0, step * total};
-  for (int i = 0; i < 3; i++) group.start[i] = -factor * sums[i];
+  for (int i = 0; i < 3; i++) group.start[i] = start_value<V>(p, sums[i]);
   group.both = static_cast<int32_t>(256u * static_cast<uint32_t>(group.start[0]) +
                                     static_cast<uint32_t>(group.start[1]));  // may wrap
   return group;
@@ -187,19 +201,20 @@ inline void to_planes(const float* __restrict values, int64_t count, float to_co
   if constexpr (Planes == 3) sums[0] = high_sum;
 }
 
-inline void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
+template <class V>
+void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
   int8_t* plane = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
     const int32_t sums[3] = {to_plane(codes + first, count, plane + first), 0, 0};
-    groups[g] = finish_group(p, sums, static_cast<float>(sums[0]), scales[first / block]);
+    groups[g] = finish_group<V>(p, sums, static_cast<float>(sums[0]), scales[first / block]);
   }
 }
 
 // With `scales`, the values are e4m3 codes, almost all of which fit 16 bits exactly. Values of tiny groups are changed.
-template <int Planes>
-inline void write_planes(const Packed& p, float* values, const float* scales, int64_t block, uint8_t* record) {
+template <class V, int Planes>
+void write_planes(const Packed& p, float* values, const float* scales, int64_t block, uint8_t* record) {
   int8_t* planes = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + Planes * p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
@@ -208,7 +223,7 @@ inline void write_planes(const Packed& p, float* values, const float* scales, in
     int32_t sums[3] = {0, 0, 0};
     if (!finite(peak) || peak == 0) {
       std::memset(planes + Planes * first, 0, Planes * count);
-      groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 * scale : __builtin_nanf(""));  // the scale may be NaN
+      groups[g] = finish_group<V>(p, sums, 0, finite(peak) ? 0 * scale : __builtin_nanf(""));  // the scale may be NaN
       continue;
     }
     if (peak < kTiny) {
@@ -223,7 +238,7 @@ inline void write_planes(const Packed& p, float* values, const float* scales, in
     to_planes<Planes>(values + first, count, to_code, planes + Planes * first, sums);
     double total = 0;
     for (int i = 0; i < Planes; i++) total = 256 * total + sums[i];
-    groups[g] = finish_group(p, sums, static_cast<float>(total), step * scale);
+    groups[g] = finish_group<V>(p, sums, static_cast<float>(total), step * scale);
   }
 }
 
@@ -280,11 +295,11 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
   } else if (m.codes == LANCEBILL_FLOAT8) {
     write_floats(p, rows.values, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_INT8) {
-    write_one_plane(p, rows.values, rows.scales, block, inputs.own_record(slot));
+    write_one_plane<V>(p, rows.values, rows.scales, block, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_F32) {
-    write_planes<3>(p, rows.values, nullptr, block, inputs.own_record(slot));
+    write_planes<V, 3>(p, rows.values, nullptr, block, inputs.own_record(slot));
   } else {
-    write_planes<2>(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
+    write_planes<V, 2>(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
   }
 }
 

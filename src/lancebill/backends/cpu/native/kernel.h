@@ -11,6 +11,8 @@
 //   dot(I32, Codes, x)        adds each row's dot product of four codes and the four signed bytes at x
 //   lane_inputs               dot takes the four bytes from a lane of a register instead (Inputs, inputs, half_inputs)
 //   split_bytes               dot accepts 7-bit codes only, so bytes are split in two planes, like large table entries
+//   signed_codes              dot takes signed codes: 128 is subtracted from those of 8 bits (code_bias)
+//   biased_sums               sums become floats by from_biased (see kFloatBits)
 //   short_sums                small table entries: sum short_products of several columns in 16 bits (add_shorts), then
 //                             widen and multiply by a factor (add_widened), which merges both input planes in a sum
 //   plain_nibbles             low_nibbles and high_nibbles give 4-bit integers without a table
@@ -237,13 +239,13 @@ void gemm(const Packed& p, const Streams& s, Records<Rows> records, float (*out)
   if (p.matrix->codes == LANCEBILL_FLOAT8) return float_gemm<V, Blocks, Rows>(p, s, records, out);
   if (p.matrix->codes == LANCEBILL_BYTE) return gemm_of_codes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
   if constexpr (Blocks > 1) {
-    if (p.two_planes) return gemm_of_codes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
+    if (two_planes<V>(p)) return gemm_of_codes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
     if constexpr (V::plain_nibbles) {
       const bool whole_steps = p.matrix->group % (PlainNibbles<V>::step_units * kUnitColumns) == 0;
       if (p.plain_entries && whole_steps) return gemm_of_codes<V, PlainNibbles<V>, Blocks, Rows>(p, s, records, out);
     }
     if constexpr (V::short_sums) {
-      if (p.small_entries) return gemm_of_codes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);
+      if (p.top <= 31) return gemm_of_codes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);
     }
     gemm_of_codes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, records, out);
   }

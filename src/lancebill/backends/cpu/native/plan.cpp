@@ -125,9 +125,7 @@ Packed describe(const lancebill_matrix& m, bool gated) {
   p.zero_row = kRows * kZeroBytes[m.zero];
   p.scale_block = int64_t{p.groups} * p.scale_row;
   p.zero_block = int64_t{p.groups} * p.zero_row;
-  const int32_t top = m.codes == LANCEBILL_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
-  p.two_planes = top >= kPlaneBase;
-  p.small_entries = top <= 31;
+  p.top = m.codes == LANCEBILL_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
   p.plain_entries = m.codes == LANCEBILL_TABLE4;
   for (int i = 0; i < 16; i++) p.plain_entries = p.plain_entries && m.table[i] == i;
   p.unit = m.step * (m.scale == LANCEBILL_SCALE_E4M3 ? kE4m3Unit : 1);

@@ -38,8 +38,7 @@ struct Packed {
   int64_t strip_bytes = 0;                  // bytes of codes per strip
   int64_t scale_block = 0, zero_block = 0;  // bytes of one row block
   int32_t scale_row = 0, zero_row = 0;      // bytes of one group of a row block
-  bool two_planes = false;     // table entries need two bytes (base 128)
-  bool small_entries = false;  // table entries are at most 31: 4-bit integers, e2m1
+  int32_t top = 0;             // largest table entry
   bool plain_entries = false;  // the table is 0 .. 15: 4-bit integers
   float unit = 1;              // value of one table unit: step, times kE4m3Unit with E4M3 scales
   float values[16] = {};       // TABLE4: value of each code, in units

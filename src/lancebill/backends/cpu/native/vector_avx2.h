@@ -16,6 +16,8 @@ struct Avx2 {
   static constexpr bool tiles = false;
   static constexpr bool plain_nibbles = true;
   static constexpr bool lane_inputs = false;
+  static constexpr bool signed_codes = false;
+  static constexpr bool biased_sums = false;
   static constexpr bool whole_bytes = false;
   struct Codes {
     __m256i part[2];

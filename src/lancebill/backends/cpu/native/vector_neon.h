@@ -14,12 +14,15 @@ template <int Registers>
 struct NeonVectors {
   static constexpr int lanes = 4 * Registers;
   static constexpr int rows = 4;
-  static constexpr int blocks_at_once(int) { return 1; }
+  static constexpr int blocks_at_once(int sums) { return sums * Registers <= 8 ? 2 : 1; }  // half of all registers
   static constexpr bool prefetch_twice = false;
   static constexpr bool lane_inputs = true;
-  static constexpr bool split_bytes = true;  // SDOT has signed operands only
+  static constexpr bool split_bytes = false;
+  static constexpr bool signed_codes = true;  // SDOT has signed operands only
+  static constexpr bool biased_sums = true;
   static constexpr bool short_sums = false;
-  static constexpr bool plain_nibbles = false;
+  static constexpr bool plain_nibbles = true;
+  static constexpr bool whole_bytes = false;
   static constexpr bool tiles = false;
   struct Codes {
     uint8x16_t part[Registers];
@@ -59,11 +62,14 @@ struct NeonVectors {
   static Codes high(Table table, Codes codes) {
     return each<Codes>([&](int i) { return vqtbl1q_u8(table, vshrq_n_u8(codes.part[i], 4)); });
   }
-  static Codes low_bits(Codes codes) {
-    return each<Codes>([&](int i) { return vandq_u8(codes.part[i], vdupq_n_u8(127)); });
+  static Codes low_nibbles(Codes codes) {
+    return each<Codes>([&](int i) { return vandq_u8(codes.part[i], vdupq_n_u8(15)); });
   }
-  static Codes top_bit(Codes codes) {
-    return each<Codes>([&](int i) { return vshrq_n_u8(codes.part[i], 7); });
+  static Codes high_nibbles(Codes codes) {
+    return each<Codes>([&](int i) { return vshrq_n_u8(codes.part[i], 4); });
+  }
+  static Codes to_signed(Codes codes) {
+    return each<Codes>([&](int i) { return veorq_u8(codes.part[i], vdupq_n_u8(128)); });
   }
 
   static I32 broadcast(int32_t value) {
@@ -98,6 +104,9 @@ struct NeonVectors {
   }
   static F32 to_float(I32 a) {
     return each<F32>([&](int i) { return vcvtq_f32_s32(a.part[i]); });
+  }
+  static F32 from_biased(I32 a) {
+    return each<F32>([&](int i) { return vsubq_f32(vreinterpretq_f32_s32(a.part[i]), vdupq_n_f32(kFloatBias)); });
   }
   static F32 floats(const uint8_t* p, int part) {
     return each<F32>([&](int i) { return vreinterpretq_f32_u8(vld1q_u8(p + 16 * (part * Registers + i))); });

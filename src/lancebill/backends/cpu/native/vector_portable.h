@@ -14,6 +14,8 @@ struct Portable {
   static constexpr bool prefetch_twice = true;
   static constexpr bool lane_inputs = false;
   static constexpr bool split_bytes = false;
+  static constexpr bool signed_codes = false;
+  static constexpr bool biased_sums = false;
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
