@@ -3,7 +3,7 @@
     python benchmarks/hybrid.py [--shapes qwen3-235b-a22b deepseek-v4-flash] [--specs mxfp4 int4-g128]
                                 [--shares 0 25 50 75 100] [--tokens 1 4 16] [--prefill 512 2048 8192]
                                 [--peers llama.cpp kt-kernel] [--threads N] [--seconds 230] [--device cuda]
-                                [--kinds decode prefill peers moves] [--out FILE] [--note WORDS]
+                                [--kinds decode prefill peers moves threads] [--out FILE] [--note WORDS]
 
 The most important rows come first, and every row is written when it is measured: a run that has no time left
 (`--seconds`, without compiling) drops the last rows and says which. Experts are made once for each shape and spec.
@@ -27,6 +27,9 @@ relative difference of their results to ours. `ended_with`: the process that mea
 
 `moves`: steps with the reuse of real models, each with its own experts, while experts stay (`still_us`), move where it
 pays by estimate (`recency_us`), or in any case (`always_us`).
+
+`threads`, only if asked for: `decode` with one thread less, and with threads that spin longer before they sleep; a name
+such as `split_14_2000_us` has the number of threads and the microseconds that they spin.
 
 With `--device cpu` the CPU stands in for the GPU, without graphs and without prefill: a check of this script.
 """
@@ -61,7 +64,7 @@ from lancebill.split.measure_rates import BATCHES
 from lancebill.split.streamed import WAVE_BYTES
 from lancebill.split.ways import size_of
 
-DECODE, PREFILL, PEERS, MOVES = "decode", "prefill", "peers", "moves"
+DECODE, PREFILL, PEERS, MOVES, THREADS = "decode", "prefill", "peers", "moves", "threads"
 HALF = 50  # percent of experts on the GPU
 
 
@@ -94,6 +97,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Cell]:
     if arguments.peers:
         yield from (Cell(PEERS, *layer, 0, UNIFORM, tokens[0]) for layer in layers)  # and all other numbers of tokens
     yield from (Cell(MOVES, *layer, HALF, RECENCY, count) for count in tokens for layer in layers)
+    yield from (Cell(THREADS, *layer, HALF, UNIFORM, count) for count in tokens for layer in layers)
 
 
 class Run:
@@ -116,6 +120,8 @@ class Run:
             yield cells.prefill(experts, cell.share, cell.tokens, self.wire_gbs)
         elif cell.kind == MOVES:
             yield cells.moves(experts, cell.share, cell.tokens)
+        elif cell.kind == THREADS:
+            yield cells.threads(experts, cell.share, cell.tokens, self.threads)
         else:
             ways = cell.share == HALF and cell.routing == UNIFORM and arguments.device == "cuda"
             yield cells.decode(experts, cell.share, cell.routing, cell.tokens, ways=ways)
@@ -224,7 +230,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", nargs="*", type=int, default=[512, 2048, 8192])
     parser.add_argument("--peers", nargs="*", default=["llama.cpp", "kt-kernel"], help="on the CPU, with all experts")
     kinds = [DECODE, PREFILL, PEERS, MOVES]
-    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="rows of these kinds only")
+    parser.add_argument("--kinds", nargs="+", choices=[*kinds, THREADS], default=kinds, help="rows of these kinds only")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=230.0, help="rows that would begin later are dropped")
     parser.add_argument("--device", default="cuda")

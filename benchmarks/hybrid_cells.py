@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,8 @@ from lancebill.split import executor as executors
 from lancebill.split import large_batches
 from lancebill.split import moves as moving
 from lancebill.split.executor import SplitExecutor
-from lancebill.split.host_calls import host_threads
+from lancebill.split.host_calls import host_threads, use_host_threads
+from lancebill.split.host_threads import HostThreads
 from lancebill.split.large_batches import LargeBatches
 from lancebill.split.streamed import BUFFERS, copy_first, waves_of
 from lancebill.split.ways import BOTH_WORTH, Rates
@@ -36,6 +38,7 @@ PREFILLS = 3
 STEPS = 200, 400  # of a layer whose experts move: first, and timed
 CALLS = {1: 16, 4: 8}  # different calls in a round, by tokens: experts must not stay in the CPU's caches
 FEWEST_CALLS = 4
+SPINS_US = 200, 2000
 Measured = dict[str, Any]
 
 
@@ -166,6 +169,22 @@ def _ways(layer: RoutedExperts, experts: Experts, tokens: int, given: Sequence[B
         return row | {"function_us": replayed_us(whole(layer), given)}
     finally:
         executors.MAILBOX_ROWS = before
+
+
+def threads(experts: Experts, share: int, tokens: int, usual: HostThreads) -> Measured:
+    """Decode with other threads on the CPU."""
+    layer = experts.layer(share)
+    assert layer.host_experts is not None and isinstance(layer.host_experts.executor, CpuExecutor)
+    given = batches(experts.shape, UNIFORM, tokens, CALLS.get(tokens, FEWEST_CALLS), experts.device)
+    row: Measured = {}
+    for count, spin_us in product((usual.count, max(1, usual.count - 1)), SPINS_US):
+        chosen = replace(usual, count=count, spin_us=spin_us)
+        use_host_threads(chosen)
+        layer.host_experts.executor.native.place_threads(chosen.cpus, chosen.spin_us)
+        row[f"split_{count}_{spin_us}_us"] = replayed_us(whole(layer), given)
+        row[f"cpu_{count}_{spin_us}_us"] = cpu_us(layer, given)
+    use_host_threads(usual)
+    return row
 
 
 class _Steps:

@@ -148,6 +148,10 @@ class LaunchError(LancebillError):
     """The arguments of a call do not fit the layer: shape, dtype, device."""
 
 
+class NotEnoughMemory(LancebillError):
+    """A GPU, or the host memory that a GPU can use, has less room than is needed."""
+
+
 class QueueFull(LaunchError):
     """A server's queue holds as many answers as it may."""
 

@@ -7,20 +7,27 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from torch import Tensor
 
+from lancebill.backends.cpu import layout as cpu_layout
 from lancebill.backends.cpu import native
+from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.native import abi
+from lancebill.backends.cpu.unpack_on_gpu import unpack_nibbles
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.errors import LaunchError
+from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.formats import registry
+from lancebill.layer.gpu_room import check_room, free_bytes
+from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import Problem
+from lancebill.moe.problem import Problem, parse_device
+from lancebill.numbers.bit_packing import Nibbles
 from lancebill.split import executor as executors
-from lancebill.split import host_calls, large_batches, mailbox, streamed
+from lancebill.split import gpu_queues, host_calls, large_batches, mailbox, streamed
 from lancebill.split.ways import Rates
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.layers import layer_problem, worst_row
@@ -103,6 +110,86 @@ def test_a_late_cpu_gives_nan_and_an_error(folder: Path, monkeypatch: pytest.Mon
     with pytest.raises(LaunchError, match="did not compute its part"):
         run(split, given)
     assert torch.equal(run(split, given), want)
+
+
+def test_a_thread_that_has_ended_gives_nan_and_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches mailboxes ends when there are none: here they are taken from it."""
+    split, given = load(folder, gpu_experts=5), inputs(3)
+    want = run(split, given)
+    torch.cuda.synchronize()
+    watched = dict(mailbox._watched)
+    for address, library in watched.items():
+        library.unwatch(address)
+    monkeypatch.setattr(mailbox, "LIMIT_S", 0.2)
+    start = time.perf_counter()
+    assert run(split, given).isnan().all()
+    assert time.perf_counter() - start < 10
+    with pytest.raises(LaunchError, match="the thread that computes it has ended"):
+        run(split, given)
+    monkeypatch.undo()
+    for address, library in watched.items():
+        library.watch(address)
+    words = [abi.MailboxStruct.from_address(address) for address in watched]
+    end = time.perf_counter() + 10
+    while any(each.request for each in words) and time.perf_counter() < end:  # what was asked for meanwhile
+        time.sleep(1e-3)
+    time.sleep(0.1)
+    assert torch.equal(run(split, given), want)
+
+
+def test_experts_that_do_not_fit_the_gpu_are_an_error(folder: Path) -> None:
+    """This process may have no more memory than it has: the free part of it is soon used."""
+    held, want = [load(folder, gpu_experts=5)], inputs(1)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-9)
+    try:
+        with pytest.raises(NotEnoughMemory, match=r"layer 0, .*do not fit the GPU.*gpu_memory="):
+            for _ in range(1000):
+                held.append(load(folder))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        del held[1:]
+    assert run(held[0], want).isfinite().all() and run(load(folder), want).isfinite().all()
+
+
+def test_more_gpu_memory_than_is_free_is_an_error(folder: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match="gpu_memory: the GPU has less free memory"):
+        check_room(free_bytes(torch.device("cuda", 0)) + (1 << 30), parse_device("cuda"))
+    check_room(1 << 20, parse_device("cuda"))
+    assert ModelExperts.from_checkpoint(folder, device="cuda", gpu_memory="100TB").layer(0).problem.experts == 16
+
+
+def test_no_pinned_memory_left_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's own failure: it is asked for more than there are addresses.
+
+    The limit of locked memory (RLIMIT_MEMLOCK) does not count for what the driver allocates.
+    """
+    allocate, split, given = gpu_queues.pinned, load(folder, gpu_experts=5), inputs(16)
+    with pytest.raises(NotEnoughMemory, match="no pinned host memory is left"):
+        allocate(1 << 60, capturing=False)
+    monkeypatch.setattr(gpu_queues, "pinned", lambda size, capturing: allocate(size << 40, capturing))
+    monkeypatch.setattr(host_calls, "_BUFFERS", WeakValueDictionary())
+    with pytest.raises(NotEnoughMemory, match="no pinned host memory is left"):
+        run(split, given)
+    monkeypatch.undo()
+    assert worst_row(run(split, given), run(load(folder), given)) < 1.5e-2
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("spec", ["mxfp4", "int4-g128"])
+def test_codes_of_the_cpu_are_unpacked_as_defined(spec: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layer_problem(spec, hidden=1024, intermediate=384, experts=3, top_k=2)
+    shape, layout = problem.matrices["w13" if gated else "w2"], CpuLayout(problem)
+    held = {
+        name: torch.randint(0, 256, (3, *size), dtype=torch.uint8, device="cuda")
+        for name, (size, dtype) in layout.storage(shape).items()
+        if name == "codes"
+    }["codes"]
+    found = unpack_nibbles(held, shape.n, shape.k, gated=gated)
+    assert found is not None
+    monkeypatch.setattr(cpu_layout, "unpack_nibbles", lambda *given, **how: None)
+    want = layout._unpack_codes(shape, layout.form(shape), held)
+    assert isinstance(want, Nibbles) and torch.equal(found, want.data)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -23,6 +23,7 @@ from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor, SpecError
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer.gpu_room import check_room
 from lancebill.layer.parts import pull
 from lancebill.layer.push import LOOKAHEAD, PushedLayer
 from lancebill.layer.random_layer import random_parts
@@ -115,7 +116,10 @@ class ModelExperts:
         recipes = [Recipe.resolve(index, layer, whole, where=self._where) for layer in self.layers]
         counts = [len(recipe.plan.experts) for recipe in recipes]
         sizes = [(count, recipe.bytes // count) for count, recipe in zip(counts, recipes)]
-        return dict(zip(self.layers, share_budget(parse_bytes(self.options.gpu_memory), sizes)))
+        held = share_budget(parse_bytes(self.options.gpu_memory), sizes)
+        if recipes:
+            check_room(sum(number * each for number, (_, each) in zip(held, sizes)), recipes[0].choice.device)
+        return dict(zip(self.layers, held))
 
     @cached_property
     def bytes(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lancebill.backends.oracle import Choice
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.read.slices import Reader
+from lancebill.layer.gpu_room import fitting
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.moe.layout import Packed
@@ -39,8 +40,9 @@ def pull(recipe: Recipe, read: Reader, *, held: bool = False) -> LayerParts:
     host = None if recipe.host is None else pull(recipe.host, read)
     start, losses, packed = time.perf_counter(), Losses(), recipe.allocate()
     layout = recipe.layout
-    load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance, held=held)
     manifest, index = recipe.manifest, recipe.plan.layer.index
+    with fitting(f"layer {index}", recipe.plan.bytes(layout), recipe.choice.device.torch):
+        load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance, held=held)
     roles, own = manifest.naming.router.names(index), manifest.naming.router.own
     router = {role: own(name, read(name, ())) for name, role in roles.items() if name in manifest.tensors}
     report = recipe.report(packed, time.perf_counter() - start, losses.held, layout.notes())

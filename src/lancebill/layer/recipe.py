@@ -20,6 +20,7 @@ from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLa
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming, find_family
 from lancebill.errors import MissingTensor, SpecError
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer.gpu_room import fitting
 from lancebill.layer.report import LoadReport
 from lancebill.layer.routing_and_activation import agreed_activation, agreed_routing, agreed_top_k
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
@@ -179,7 +180,8 @@ class Recipe:
             roles = self.plan.layer.sample(name).sources
             where = f"layer {self.plan.layer.index}, {matrix}"
             inputs = allocate_inputs(roles, spec, shape.k, count, device, where)
-            packed[matrix] = {**layout.allocate(shape, count, device), **inputs}
+            with fitting(where, count * layout.bytes(shape), device):
+                packed[matrix] = {**layout.allocate(shape, count, device), **inputs}
         return packed
 
     def advance(self, experts: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu.host_call import HostCall
 from lancebill.backends.gpu.workspace import outside_pools
-from lancebill.errors import LaunchError
+from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.jit import driver
 from lancebill.split.mailbox import PINNED, Mailbox
 
@@ -125,4 +125,8 @@ def pinned(size: int, capturing: bool) -> Tensor:
     try:
         return outside_pools(torch.device("cuda", torch.cuda.current_device()), None, make) if capturing else make()
     except RuntimeError as error:
-        raise LaunchError("no pinned host memory is left for the CPU's part", got=f"{size} bytes") from error
+        raise NotEnoughMemory(
+            "no pinned host memory is left for the CPU's part of a call",
+            expected=f"{size:,} bytes",
+            hint="a smaller batch needs less; `ulimit -v` and the limits of a container count, too",
+        ) from error

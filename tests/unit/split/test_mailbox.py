@@ -33,12 +33,12 @@ def _bytes(size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8)
 
 
-def _answered(box: Mailbox, call: HostCall) -> bool:
+def _answered(box: Mailbox, call: HostCall, patience_s: float = 20.0) -> bool:
     """What the two kernels do, but with less patience."""
     words = abi.MailboxStruct.from_address(box.address)
     words.done = 0
     words.request = call.argument
-    end = time.monotonic() + 20
+    end = time.monotonic() + patience_s
     while not words.done and time.monotonic() < end:
         time.sleep(1e-4)
     return bool(words.done)
@@ -71,6 +71,10 @@ def test_calls_that_are_asked_for_are_made(tmp_path: Path) -> None:
     assert address not in mailbox.PINNED.free, "a GPU never gets memory that it cannot use"
     again = all_boxes.of_queue(2, host.executor.native, _bytes)
     assert _answered(again, call), "the thread starts again"
+    host.executor.native.unwatch(again.address)
+    assert not _answered(again, call, patience_s=0.1), "the thread has ended: nobody answers"
+    host.executor.native.watch(again.address)
+    assert _answered(again, call)
 
 
 @needs_kernels

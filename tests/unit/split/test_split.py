@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lancebill.errors import LaunchError, SpecError
+from lancebill.errors import NotEnoughMemory, SpecError
 from lancebill.split.gpu_queues import pinned
 from lancebill.split.host_threads import HostThreads
 from lancebill.split.split import Split, parse_bytes, part_map, share_budget
@@ -50,5 +50,5 @@ def test_the_hosts_part_needs_a_thread_and_memory_that_a_gpu_sees() -> None:
     with pytest.raises(SpecError, match="needs a thread"):
         HostThreads.choose(0)
     if not torch.cuda.is_available():
-        with pytest.raises(LaunchError, match="no pinned host memory"):
+        with pytest.raises(NotEnoughMemory, match="no pinned host memory"):
             pinned(64, capturing=False)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.errors import CheckpointProblems, LaunchError, SpecError
+from lancebill.errors import CheckpointProblems, LaunchError, NotEnoughMemory, SpecError
+from lancebill.layer import gpu_room, model_experts
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
@@ -105,6 +107,34 @@ def test_a_budget_in_bytes_is_shared_by_the_layers(tmp_path: Path) -> None:
         ModelExperts.from_checkpoint(folder, gpu_memory=5 * each, gpu_experts=2)
     with pytest.raises(SpecError, match="headers"):
         ModelExperts(Checkpoint.open(folder).config, gpu_memory="1GiB").push("model.layers.0.mlp.x", torch.zeros(1))
+
+
+def test_a_gpu_that_is_too_small_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(make_checkpoint(), tmp_path / "m")
+    each = RoutedExperts.from_checkpoint(folder, 0).report.bytes // SIZE.experts  # type: ignore[union-attr]
+    gpu = SimpleNamespace(kind="cuda", torch=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda device: 3 * each)
+    gpu_room.check_room(3 * each, gpu)  # type: ignore[arg-type]
+    with pytest.raises(NotEnoughMemory, match=f"gpu_memory: .*at most {3 * each:,} bytes; got {3 * each + 1:,} bytes"):
+        gpu_room.check_room(3 * each + 1, gpu)  # type: ignore[arg-type]
+    asked: list[int] = []
+    monkeypatch.setattr(model_experts, "check_room", lambda needed, device: asked.append(needed))
+    assert ModelExperts.from_checkpoint(folder, gpu_memory=5 * each + 1).recipe(0).host is not None
+    assert asked == [5 * each], "the experts of all layers that are to be there, once"
+
+
+def test_a_full_gpu_names_the_layer_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    recipe = ModelExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m")).recipe(1)
+    monkeypatch.setattr(type(recipe.layout), "allocate", full)
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda device: 17)
+    with pytest.raises(NotEnoughMemory, match=r"layer 1, w13: .*got 17 bytes that are free \(gpu_memory= "):
+        recipe.allocate()
 
 
 def test_what_a_split_layer_cannot_do_is_refused(tmp_path: Path) -> None:
