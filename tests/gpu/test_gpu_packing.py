@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from calls import OURS, skip_unless_ours
+from codes_apart import codes_apart
 
 from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.layout import FragmentLayout
@@ -58,6 +59,10 @@ def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, mon
                 awq = turn_awq(pack_awq(weights.codes.mT.contiguous()), weights.n)
                 for stored in (dense, turned_stream_codes(words, 4, weights.k), awq):
                     got = packed_on("cuda", layout, shape, weights.with_codes(stored))
+                    assert all(same_bits(got[name], want[name]) for name in want), shape
+                on_gpu = weights.to(torch.device("cuda"))
+                for stored in codes_apart(on_gpu, gated=problem.is_gated(shape.name)):
+                    got = packed_on("cuda", layout, shape, on_gpu.with_codes(stored))
                     assert all(same_bits(got[name], want[name]) for name in want), shape
             held = {name: tensor.cuda() for name, tensor in want.items()}
             assert layout.unpack(shape, held).to(torch.device("cpu")).equals(weights)

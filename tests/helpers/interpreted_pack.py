@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from codes_apart import codes_apart
 from interpreted import scalars
 from torch import Tensor
 
@@ -39,12 +40,12 @@ def run(make: object, key: tuple[object, ...], values: pack_on_gpu.Values, progr
     """The kernel of a launch, interpreted."""
     source = make(*key)  # type: ignore[operator]
     kernel = getattr(importlib.import_module(source.module), source.kernel)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     arguments = []
     for name, kind in source.arguments:
         value = values[name]
         if kind.startswith("*") and value is None:
-            value = torch.zeros(1, dtype=torch.int32)
+            value = torch.zeros(1, dtype=torch.int64 if kind == "*i64" else torch.int32)
         if isinstance(value, Tensor) and kind != "*fp32":
             value = value.view(integer[value.dtype.itemsize])
         arguments.append(value)
@@ -134,6 +135,21 @@ def test_codes_of_the_cpu_are_unpacked_as_defined(
             patch.setattr(cpu_layouts, "on_gpu", Tensor.is_contiguous)
             patch.setattr(cpu_layouts, "_unpack_nibbles", None)  # not used
             assert layout.unpack(shape, held).equals(weights), shape
+
+
+def test_codes_are_found_where_each_matrix_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layer_problem("mxfp4", "bf16", hidden=96, intermediate=32, experts=2, top_k=1)
+    layout = FragmentLayout(problem)
+    for shape in problem.matrices.values():
+        weights = stack_experts([plausible_weight(shape, seed) for seed in range(2)])
+        want = packed(layout, shape, weights)
+        ways = codes_apart(weights, gated=problem.is_gated(shape.name))
+        with monkeypatch.context() as patch:
+            patch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
+            patch.setattr(Nibbles, "together", property(lambda codes: pytest.fail("the codes were copied")))
+            for stored in ways:
+                got = packed(layout, shape, replace(weights, stored=stored))
+                assert all(same_bits(got[name], want[name]) for name in want), shape
 
 
 def test_groups_far_below_their_rows_largest_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

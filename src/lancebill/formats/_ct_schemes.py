@@ -52,6 +52,10 @@ class PackedInts(Scheme):
     def act_order(self) -> bool:
         return self.reordered
 
+    @property
+    def views_codes(self) -> bool:
+        return self.spec.dtype.bits == 4 and not self.reordered
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
         padded = self._padded(stored["codes"], k)

@@ -58,6 +58,10 @@ class FloatScheme(Scheme):
 
     batched = True
 
+    @property
+    def views_codes(self) -> bool:
+        return self.spec.dtype.bits == 4
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         lead = self.lead(stored)
         codes = stream_codes(stored["codes"].reshape(*lead, n, -1), self.spec.dtype.bits, k)

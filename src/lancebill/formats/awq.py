@@ -61,6 +61,10 @@ class AwqScheme(Scheme):
 
     batched = True
 
+    @property
+    def views_codes(self) -> bool:
+        return True
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes = turn_awq(stored["codes"], n)
         scale = transposed(stored["scale"])

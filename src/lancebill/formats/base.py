@@ -134,6 +134,11 @@ class Scheme(ABC):
         return replace(self, spec=replace(self.spec, rotation=block))
 
     @property
+    def views_codes(self) -> bool:
+        """Whether `unpack` only views the codes, as `Nibbles`, wherever it can: it does not look at them."""
+        return False
+
+    @property
     def act_order(self) -> bool:
         """Whether weights of this scheme carry a column permutation."""
         return False

@@ -61,6 +61,10 @@ class GptqScheme(Scheme):
     def act_order(self) -> bool:
         return self.desc_act
 
+    @property
+    def views_codes(self) -> bool:
+        return self.spec.dtype.bits == 4 and not self.desc_act
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
         codes = turned_stream_codes(stored["codes"], bits, k)

@@ -7,6 +7,7 @@ codes always fill b 32-bit words. Codes must have no bits set above b.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,27 +43,45 @@ class Nibbles:
 
     With a `turn`, the codes are stored in another order, and turned when they are first needed: `verify` only asks
     which codes occur, and for that any order will do, and kernels on a GPU read most orders as they are.
+
+    Matrices may also be `apart`, each in memory of its own. Then `source` is the first one, expanded: its strides say
+    how to read each of them. Kernels on a GPU find the others by their addresses; `together` copies them.
     """
 
     source: Tensor  # the bytes of `data`, or a tensor with exactly its nibbles
     turn: Turn | None = None
+    apart: tuple[Tensor, ...] = ()  # contiguous tensors of one shape and dtype; `source` is a view of the first
 
     dtype = torch.uint8  # of the codes, as a tensor has it
 
     @cached_property
     def data(self) -> Tensor:
         """uint8 [..., N, K / 2]."""
-        return self.source if self.turn is None else self.turn.apply(self.source)
+        return self.together if self.turn is None else self.turn.apply(self.together)
+
+    @property
+    def together(self) -> Tensor:
+        """The source, with all matrices in one tensor."""
+        if not self.apart:
+            return self.source
+        return torch.stack([self._view_of(tensor) for tensor in self.apart]).view(self.source.shape)
+
+    def _view_of(self, tensor: Tensor) -> Tensor:
+        """One of the tensors that are apart, as `source` is a view of the first."""
+        shape, strides = self.source.shape, self.source.stride()
+        axes = next(i for i in range(1, len(shape)) if math.prod(shape[:i]) == len(self.apart))
+        flat = tensor.view(-1).view(self.source.dtype)
+        return flat.as_strided(shape[axes:], strides[axes:], flat.storage_offset())
 
     @property
     def words(self) -> Tensor:
         """int32 [..., parts, N / parts, K / 8] at any strides: eight neighbouring columns of a row in each word.
 
-        The parts' rows follow each other. K is a multiple of 8.
+        The parts' rows follow each other. K is a multiple of 8. Of matrices that are apart, those of the first one.
         """
         if self.turn is not None and self.turn.words is not None:
             return self.turn.words(self.source)
-        return _view_last(self.data, torch.int32).unsqueeze(-3)
+        return _view_last(self.data if self.turn else self.source, torch.int32).unsqueeze(-3)
 
     @property
     def columns(self) -> Tensor | None:
@@ -85,10 +104,16 @@ class Nibbles:
         return unpack_bits(self.data, 4, self.shape[-1])
 
     def __getitem__(self, expert: int | slice) -> Nibbles:
-        return Nibbles(self.source[expert], self.turn)
+        if self.apart and isinstance(expert, slice):
+            first, last, _ = expert.indices(len(self.source))
+            each = len(self.apart) // len(self.source)
+            rest = self.apart[first * each : last * each]
+            source = self._view_of(rest[0]).expand(last - first, *self.source.shape[1:]) if rest else self.source[:0]
+            return Nibbles(source, self.turn, rest)
+        return Nibbles(self.together[expert], self.turn)
 
     def to(self, device: torch.device) -> Nibbles:
-        return Nibbles(self.source.to(device), self.turn)
+        return Nibbles(self.together.to(device), self.turn)
 
     def unsqueeze(self, axis: int) -> Nibbles:
         return Nibbles(self.data.unsqueeze(axis))
@@ -106,6 +131,8 @@ class Nibbles:
     def join_rows(self, count: int) -> Nibbles:
         """Each `count` matrices as one of all their rows."""
         source, turn = self.source.unflatten(0, (-1, count)), self.turn
+        if turn is None and self.apart:
+            return Nibbles(source, self._turn_of_parts(count), self.apart)
         if turn is None:
             return Nibbles(source.flatten(1, 2))
         words, columns = (
@@ -116,14 +143,19 @@ class Nibbles:
         joined = Turn(
             lambda source: apply(source).flatten(-3, -2), count * turn.n, turn.k, words, columns, 1 + turn.axes
         )
-        return Nibbles(source, joined)
+        return Nibbles(source, joined, self.apart)
 
     def split_rows(self, step: int) -> Nibbles:
         """Rows 0, step, 2 * step ..., then rows 1, 1 + step ...: they alternate between several matrices."""
+        return Nibbles(self.data.unflatten(-2, (-1, step)).transpose(-3, -2), self._turn_of_parts(1))
+
+    def _turn_of_parts(self, count: int) -> Turn:
+        """For a source that has the rows of several matrices in parts; `count` of them are as large as this one."""
         n, k = self.shape[-2:]
-        source = self.data.unflatten(-2, (-1, step)).transpose(-3, -2)
-        turned = Turn(lambda source: source.flatten(-3, -2), n, k, lambda source: source.view(torch.int32), axes=3)
-        return Nibbles(source, turned if k % 8 == 0 else replace(turned, words=None))
+        turned = Turn(
+            lambda source: source.flatten(-3, -2), count * n, k, lambda source: source.view(torch.int32), axes=3
+        )
+        return turned if k % 8 == 0 else replace(turned, words=None)
 
 
 def stream_codes(words: Tensor, bits: int, count: int) -> Tensor | Nibbles:
@@ -274,6 +306,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _view_last(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bytes as another dtype. Goes through a flat view because torch cannot view an empty last axis."""
+    if tensor.dim() > 1 and len(tensor) > 1 and tensor.stride(0) == 0:  # stays expanded
+        return _view_last(tensor[0], dtype).expand(len(tensor), *[-1] * (tensor.dim() - 1))
     tensor = tensor.contiguous()
     last = tensor.shape[-1] * tensor.dtype.itemsize // dtype.itemsize
     return tensor.view(-1).view(dtype).view(*tensor.shape[:-1], last)

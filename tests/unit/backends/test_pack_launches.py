@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from codes_apart import codes_apart
 from fake_driver import FakeDriver, fake_load_kernel
 
 from lancebill.backends.gpu import layout as layouts
@@ -68,6 +69,25 @@ def test_a_launch_gets_the_arguments_of_its_own_call(fake: FakeDriver) -> None:
         assert launch.integer_slot("rows").value == (128 if gated else 256)
         launch, _ = by_kernel[pack_on_gpu.scale_source, gated]
         assert pointer(launch, "factors") == packed[name]["factors"].data_ptr() and pointer(launch, "bias") == 0
+
+
+def test_codes_that_are_apart_are_found_by_their_distance(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[torch.Tensor | int | None] = []
+    monkeypatch.setattr(
+        pack_on_gpu, "launch", lambda make, key, values, *_: tables.append(values.get("places")) or True
+    )
+    problem = layer_problem("mxfp4", "bf16", hidden=256, intermediate=128, experts=EXPERTS, top_k=1)
+    shape = problem.matrices["w13"]
+    weights = stack_experts([plausible_weight(shape, seed) for seed in range(EXPERTS)])
+    for stored in codes_apart(weights, gated=True):
+        with assuming():
+            FragmentLayout(problem).pack(
+                shape, weights.with_codes(stored), FragmentLayout(problem).allocate(shape, EXPERTS)
+            )
+        first = stored.apart[0].data_ptr()
+        each = 2 * EXPERTS // len(stored.apart)  # gate and up of one tensor share its place
+        want = [(tensor.data_ptr() - first) // 4 for tensor in stored.apart for _ in range(each)]
+        assert isinstance(tables[-1], torch.Tensor) and tables[-1].tolist() == want
 
 
 def pointer(launch: driver.Launch, name: str) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from lancebill.backends.cpu.native import library
 from lancebill.checkpoint.load import load_layer as loading
+from lancebill.checkpoint.load import projections
 from lancebill.checkpoint.load.load_experts import load_expert, load_experts, pack_experts, plan_layer
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import DeviceReader
@@ -14,8 +15,10 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue
 from lancebill.formats import registry
+from lancebill.formats.base import Example
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.moe.placement import Placement
+from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import expert_of, same_bits
 from lancebill.testing.checkpoints import Generated, Geometry, generate
@@ -76,6 +79,31 @@ def test_questions_are_answered_when_everything_is_launched(monkeypatch: pytest.
     generated.tensors[name][0, 1] += 1
     with pytest.raises(BadValue, match=r"expert 3, up .*the middle code"):
         load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), held=True)
+
+
+VIEWED = [(fmt, e) for fmt, found in registry().items() for e in found.examples() if e.scheme.views_codes]
+
+
+@pytest.mark.parametrize(("fmt", "example"), VIEWED, ids=[f"{fmt}-{e.name}" for fmt, e in VIEWED])
+def test_codes_that_stay_where_they_are_are_those_that_are_stacked(
+    fmt: str, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
+    generated = generate(example, family, family.forms[0], Geometry(3, 256, 128))
+    layer = manifests.build(generated.config, generated.headers).layers[0]
+    assert layer is not None
+    for tp in (1, 2):
+        plan = plan_layer(layer, Placement(tp_rank=tp - 1, tp_size=tp))
+        want = load_experts(generated.read, plan, range(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(projections, "on_gpu", lambda tensor: True)
+            got = load_experts(generated.read, plan, range(3))
+        for a, b in ((want.w13, got.w13), (want.w2, got.w2)):
+            if tp == 1 and plan.views_codes and not family.forms[0].stacked:
+                assert isinstance(b.stored, Nibbles) and len(b.stored.apart) >= 3
+            assert b.equals(a)
+            for some in (2, slice(1, 3)):
+                assert expert_of(b, some).equals(expert_of(a, some))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -171,6 +171,9 @@ class FragmentLayout(Layout):
         """Codes in fragment order by a kernel; False if there is none."""
         if not on_gpu(out):
             return False
+        addresses = [tensor.data_ptr() for tensor in codes.apart] if isinstance(codes, Nibbles) else []
+        if isinstance(codes, Nibbles) and addresses and not _found_by_address(codes, addresses):
+            codes, addresses = Nibbles(codes.together, codes.turn), []
         gated = self.problem.is_gated(shape.name)
         columns = codes.columns if isinstance(codes, Nibbles) else None
         words = _by_part(code_words(codes, form.bits == 4) if columns is None else columns, gated)
@@ -181,6 +184,7 @@ class FragmentLayout(Layout):
             self.padded(shape),
             gated=gated,
             by_columns=columns is not None,
+            addresses=addresses,
         )
 
     # ------------------------------------------------------------ rows and columns
@@ -334,6 +338,12 @@ def code_words(codes: Tensor | Nibbles, nibbles: bool) -> Tensor:
     if nibbles and not isinstance(codes, Nibbles):
         codes = Nibbles(pack_bits(codes, 4, torch.uint8))
     return codes.words if isinstance(codes, Nibbles) else codes.contiguous().view(torch.int32).unsqueeze(-3)
+
+
+def _found_by_address(codes: Nibbles, addresses: list[int]) -> bool:
+    """Whether kernels can read codes that are apart, as whole words where they are."""
+    views = codes.turn is None or codes.turn.words is not None or codes.turn.columns is not None
+    return views and codes.shape[-1] % 8 == 0 and pack_on_gpu.aligned(4, addresses)
 
 
 def _by_part(words: Tensor, gated: bool) -> Tensor:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -52,35 +53,51 @@ class RowNumbers:
 
 
 def pack_codes(
-    form: WeightForm, words: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool, by_columns: bool = False
-) -> bool:
+    form: WeightForm, words: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool, by_columns: bool = False,
+    addresses: Sequence[int] = (),
+) -> bool:  # fmt: skip
     """Pack codes into `out`; False if this machine cannot run the kernel. `padded`: rows and columns.
 
     `words` are int32 [experts, parts, rows, words], at any strides: two parts, gate and up, if gated, else one. 4-bit
     codes are eight to a word, all others four. `by_columns`: [experts, parts, rows / 8, K], as `Nibbles.columns` are.
+    `addresses` of each expert or each part, if they are apart and `words` are those of the first one.
     """
     experts, _, rows, row_words = words.shape
     rows = 8 * rows if by_columns else rows
-    read = COLUMNS if by_columns else VECTORS if _reads_vectors(words) else WORDS
+    read = COLUMNS if by_columns else VECTORS if _reads_vectors(words, addresses) else WORDS
+    places = distances(addresses, words.shape[0] * words.shape[1])
     strides: Values = dict(zip(("expert_stride", "part_stride", "row_stride", "word_stride"), words.stride()))
     blocks, slices = padded[0] // f.ROWS, padded[1] // form.slice_columns
     values: Values = {
         "codes": words,
+        "places": torch.tensor(places).to(out.device, non_blocking=True) if places else None,
         "out": out,
         "rows": rows,
         "row_words": row_words,
         "units": blocks,
         "slices": slices,
+        "apart": int(bool(places)),
     }
     programs = experts * blocks * -(-slices // _SLICES)
     return launch(code_source, (form, gated, read), {**values, **strides}, programs, out.device)
 
 
-def _reads_vectors(words: Tensor) -> bool:
+def distances(addresses: Sequence[int], parts: int) -> list[int]:
+    """How many words each part is behind the first address; with fewer addresses than parts, each is that of two."""
+    words = [(address - addresses[0]) // 4 for address in addresses]
+    return words if len(words) in (0, parts) else [each for each in words for _ in range(parts // len(words))]
+
+
+def aligned(size: int, numbers: Iterable[int]) -> bool:
+    """Whether all are multiples of `size`, a power of two."""
+    return reduce(or_, numbers, 0) % size == 0
+
+
+def _reads_vectors(words: Tensor, addresses: Sequence[int]) -> bool:
     """Whether four neighbouring words can be read at once."""
     *outer, last = words.stride()
-    sizes = (words.data_ptr(), 4 * words.shape[-1], *(4 * stride for stride in outer))
-    return last == 1 and all(size % _VECTOR == 0 for size in sizes)
+    sizes = (4 * size for size in (words.shape[-1], *outer))
+    return last == 1 and aligned(_VECTOR, (words.data_ptr(), *addresses, *sizes))
 
 
 def pack_scales(
@@ -175,8 +192,9 @@ def _target(device: int) -> int:
 @lru_cache(maxsize=256)
 def code_source(form: WeightForm, gated: bool, read: str = VECTORS, arch: int = 90) -> KernelSource:
     """The kernel that packs codes. Forms whose codes have the same bit positions share it."""
-    integers = ["rows", "row_words", "expert_stride", "part_stride", "row_stride", "word_stride", "units", "slices"]
-    arguments = (("codes", "*i32"), ("out", "*i32"), *((name, "i32") for name in integers))
+    strides = ["expert_stride", "part_stride", "row_stride", "word_stride"]
+    integers = ["rows", "row_words", *strides, "units", "slices", "apart"]
+    arguments = (("codes", "*i32"), ("places", "*i64"), ("out", "*i32"), *((name, "i32") for name in integers))
     constants = {
         "GATED": gated,
         "BITS": _stored_bits(form),

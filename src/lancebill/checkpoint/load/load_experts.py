@@ -118,6 +118,12 @@ class LayerPlan:
         return bool(self.requantize) or self.layer.sample(DOWN).scheme.act_order
 
     @property
+    def views_codes(self) -> bool:
+        """Whether codes that are on the device already are not copied before they are packed."""
+        viewed = all(self.layer.sample(name).scheme.views_codes for name in (GATE, DOWN))
+        return viewed and not self.one_by_one and self.placement.tp_size == 1
+
+    @property
     def ordered(self) -> bool:
         """Whether w13's rows are permuted by w2's act-order."""
         return keeps_order(self.layer.sample(DOWN), self.requantize.get("w2"))

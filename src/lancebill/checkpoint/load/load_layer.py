@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts
-from lancebill.checkpoint.load.memory import expert_bytes
+from lancebill.checkpoint.load.memory import expert_bytes, level_bytes
 from lancebill.checkpoint.load.staging import DeviceReader
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
@@ -24,7 +24,7 @@ from lancebill.numbers.unusual import any_set, assuming, repeating
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread. Larger slices
 # mean fewer calls and launches, which only one thread at a time makes.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-HELD_BYTES = 256 << 20  # of a slice whose tensors are on the GPU already: one thread, and nothing to read
+HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already: one thread, and nothing to read
 WORKING_BYTES = 192 << 20  # of all threads together
 MOST_GPU_THREADS = 3
 
@@ -70,7 +70,7 @@ def load_layer(
         with working():
             return cost, any_set(flags) if flags else None
 
-    step = slot_step(plan, HELD_BYTES if held and reader.asynchronous else SLICE_BYTES[reader.device.type])
+    step = held_step(plan) if held and reader.asynchronous else slot_step(plan, SLICE_BYTES[reader.device.type])
     slices = list(_slices(range(count) if slots is None else slots, step))
     workers = 1 if held and reader.asynchronous else workers_for(plan, reader.device, len(slices))
     doubts: list[tuple[Sequence[int], Tensor]] = []
@@ -105,6 +105,14 @@ def slot_step(plan: LayerPlan, most: int) -> int:
     """How many experts have at most so many bytes, as packed; at least one."""
     each = expert_bytes(plan) * max(plan.w13.spec.dtype.bits, plan.w2.spec.dtype.bits) // 8
     return max(1, most // max(1, each))
+
+
+def held_step(plan: LayerPlan) -> int:
+    """How many experts are packed together whose tensors are on the GPU: codes that stay where they are take no memory,
+    and a call costs the host as much as reading a hundred experts."""
+    if not plan.views_codes:
+        return slot_step(plan, HELD_BYTES)
+    return max(1, HELD_BYTES // max(1, level_bytes(plan)))
 
 
 def _slices(slots: Sequence[int], step: int) -> Iterator[Sequence[int]]:

@@ -51,7 +51,15 @@ def expert_bytes(plan: LayerPlan) -> int:
     return _canonical_bytes(plan.w13) + _canonical_bytes(plan.w2)
 
 
+def level_bytes(plan: LayerPlan) -> int:
+    """The scales, zero points and minima of one decoded expert."""
+    return _level_bytes(plan.w13) + _level_bytes(plan.w2)
+
+
 def _canonical_bytes(shape: MatrixShape) -> int:
-    spec = shape.spec
-    codes = shape.n * shape.k * spec.dtype.storage.itemsize
-    return codes + sum(math.prod(level.shape(shape.n, shape.k)) * level.dtype.storage.itemsize for level in spec.levels)
+    return shape.n * shape.k * shape.spec.dtype.storage.itemsize + _level_bytes(shape)
+
+
+def _level_bytes(shape: MatrixShape) -> int:
+    levels = shape.spec.levels
+    return sum(math.prod(level.shape(shape.n, shape.k)) * level.dtype.storage.itemsize for level in levels)

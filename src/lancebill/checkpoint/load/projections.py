@@ -1,12 +1,14 @@
 """Reads projections of one or several experts: the smallest covering slice of each stored tensor, decoded and cut.
 
 Several experts are read and decoded as one value with a leading expert dimension where their scheme allows it, on the
-device of the tensors that the reader returns; otherwise one by one.
+device of the tensors that the reader returns; otherwise one by one. On a GPU codes stay where they are, if the scheme
+only views them (`Nibbles.apart`): the kernels that pack them find them by their addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,11 +17,15 @@ from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection, StoredPart
 from lancebill.errors import LancebillError
 from lancebill.formats import axes as ax
+from lancebill.formats.base import Scheme
+from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, expert_of, stack_experts
 
 Span = tuple[int, int]
 Area = tuple[Span, Span]  # rows and columns
+Found = Tensor | list[Tensor]  # one part of several experts: [experts, ...], or a tensor for each
+CODES = "codes"
 
 
 def read_projection(read: Reader, projection: Projection, area: Area, spec: QuantSpec) -> LogicalWeight:
@@ -57,13 +63,46 @@ def _read_alike(read: Reader, experts: Sequence[Projection], area: Area, spec: Q
     else:
         around_rows = _widen(_stored_rows(first, rows), units["n"], first.stored_n)
         around_columns = _widen(columns, units["k"], first.k)
-    stored = {role: _read_part(read, experts, role, (around_rows, around_columns)) for role in first.sources}
+    found = {role: _read_part(read, experts, role, (around_rows, around_columns)) for role in first.sources}
     size = around_rows[1] - around_rows[0], around_columns[1] - around_columns[0]
-    if scheme.batched and not scheme.act_order:
-        weight = scheme.decode(stored, *size)
-    else:
-        weight = stack_experts([scheme.decode({role: tensor[0] for role, tensor in stored.items()}, *size)])
+    weight = _decode_apart(scheme, found, size) if scheme.views_codes and _may_stay_apart(found[CODES]) else None
+    if weight is None:
+        stored = {role: _stacked(tensors) for role, tensors in found.items()}
+        if scheme.batched and not scheme.act_order:
+            weight = scheme.decode(stored, *size)
+        else:
+            weight = stack_experts([scheme.decode({role: tensor[0] for role, tensor in stored.items()}, *size)])
     return _trim(weight, first, rows, columns, (around_rows[0], around_columns[0]), spec)
+
+
+def _may_stay_apart(codes: Found) -> bool:
+    """Whether these are tensors of several experts, where kernels can read them."""
+    if not isinstance(codes, list) or len(codes) == 1 or not on_gpu(codes[0]):
+        return False
+    return all(map(Tensor.is_contiguous, codes)) and len({tensor.nbytes for tensor in codes}) == 1
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _decode_apart(scheme: Scheme, found: Mapping[str, Found], size: Span) -> LogicalWeight | None:
+    """Decode experts whose codes are not stacked; None if the codes were copied nevertheless."""
+    codes = found[CODES]
+    stored = {role: _stacked(tensors) for role, tensors in found.items() if role != CODES}
+    first = codes[0].unsqueeze(0)
+    weight = scheme.decode({**stored, CODES: first.expand(len(codes), *codes[0].shape)}, *size)
+    view = weight.stored
+    if not isinstance(view, Nibbles) or view.source.stride(0) or view.source.data_ptr() != first.data_ptr():
+        return None
+    return replace(weight, stored=replace(view, apart=tuple(codes)))
+
+
+def _stacked(tensors: Found) -> Tensor:
+    """[experts, ...]."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
 def _trim(
@@ -93,7 +132,7 @@ def _widen(span: Span, unit: int, size: int) -> Span:
     return span[0] // unit * unit, min(size, -(-span[1] // unit) * unit)
 
 
-def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: Area) -> Tensor:
+def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: Area) -> Found:
     """One part of all experts, sliced to the covering rows and columns; undoes a stored transposition."""
     sources, projection = [each.sources[role] for each in experts], experts[0]
     source = sources[0]
@@ -107,22 +146,20 @@ def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: A
         index = ()  # the whole tensor: indexing takes longer than everything else about reading from memory
     if source.reversed:
         index = index[::-1]
-    tensor = _read_stacked(read, sources, index)
-    return tensor.mT.contiguous() if source.reversed and len(full) == 2 else tensor
+    found = _read_each(read, sources, index)
+    return _stacked(found).mT.contiguous() if source.reversed and len(full) == 2 else found
 
 
-def _read_stacked(read: Reader, sources: Sequence[StoredPart], index: tuple[slice, ...]) -> Tensor:
-    """[experts, ...]: one read if neighbouring experts are stored in one tensor."""
+def _read_each(read: Reader, sources: Sequence[StoredPart], index: tuple[slice, ...]) -> Found:
+    """One read if neighbouring experts are stored in one tensor."""
     first = sources[0]
     if first.expert is not None and not first.rows_per_expert:
-        expected = range(first.expert, first.expert + len(sources))
-        if all((s.tensor, s.expert) == (first.tensor, e) for s, e in zip(sources, expected)):
-            return read(first.tensor, (slice(expected.start, expected.stop), *index))
+        last = first.expert + len(sources)
+        if len({s.tensor for s in sources}) == 1 and [s.expert for s in sources] == list(range(first.expert, last)):
+            return read(first.tensor, (slice(first.expert, last), *index))
     if index:
-        tensors = [read(source.tensor, _expert_index(source, index)) for source in sources]
-    else:
-        tensors = [read(s.tensor, () if s.expert is None else (s.expert,)) for s in sources]
-    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+        return [read(source.tensor, _expert_index(source, index)) for source in sources]
+    return [read(s.tensor, () if s.expert is None else (s.expert,)) for s in sources]
 
 
 def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | slice, ...]:

@@ -137,13 +137,14 @@ def _row_parts(
 
 @triton.jit
 def pack_codes(
-    codes, out, rows, row_words, expert_stride, part_stride, row_stride, word_stride, units, slices,
+    codes, places, out, rows, row_words, expert_stride, part_stride, row_stride, word_stride, units, slices, apart,
     GATED: tl.constexpr, BITS: tl.constexpr, BYTE_INPUTS: tl.constexpr, SLICES: tl.constexpr, READ: tl.constexpr,
     WORDS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """Words [experts, parts, rows, row_words] at any strides to packed words; `columns`: [experts, parts, rows / 8, K].
 
     Gated matrices have two parts, gate and up. `rows` of a part; `units` and `slices` of one expert, padding included.
+    Parts that are `apart` have strides of 0, and their distance from `codes` in `places`, int64 [experts, parts].
     """
     runs = tl.cdiv(slices, SLICES)
     unit = tl.program_id(0) // runs
@@ -153,11 +154,11 @@ def pack_codes(
     lane = thread % 4
     row = thread // 32 * 16 + thread // 4 % 8  # n5 n4, n2 n1 n0
     if GATED:
-        inside = unit % units * 64 + row
-        source = codes + expert * expert_stride + half.to(tl.int64) * part_stride
+        inside, part, every = unit % units * 64 + row, half, expert * 2
     else:
-        inside = unit % units * 128 + half * 64 + row
-        source = codes + expert * expert_stride + half.to(tl.int64) * 0
+        inside, part, every = unit % units * 128 + half * 64 + row, half * 0, expert
+    place = tl.load(places + every + part, mask=(part >= 0) & (apart != 0), other=0)
+    source = codes + expert * expert_stride + part.to(tl.int64) * part_stride + place
     among_eight = row % 8
     nibble = (among_eight // 2 * 4 + among_eight % 2 * 16).to(tl.uint32)
     if READ == "columns":
