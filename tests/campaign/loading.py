@@ -1,11 +1,13 @@
-"""Loading a layer of 128 experts: memory on the device and on the host, bytes read, and the rate.
+"""Loading a layer: memory on the device and on the host, bytes read, and the rate.
 
     python tests/campaign/loading.py --record
 
-The layer has the sizes of Qwen3-30B-A3B (2048 x 768) and is stored as int4 in groups of 128. With a GPU it is loaded to
-it. Files are not in the page cache for the timed load; `disk` reads the same file with eight threads and does nothing
-else, `PCIe` copies pinned memory. Every load is in a process of its own, the second there. A rank that holds half of
-the columns of a matrix reads short pieces of its rows: that load is listed apart.
+A small layer has the sizes of Qwen3-30B-A3B (128 experts of 2048 x 768) and is stored as int4 in groups of 128; with a
+GPU a large one has those of DeepSeek-V4-Flash (256 of 4096 x 2048) as MXFP4. With a GPU they are loaded to it. Files
+are not in the page cache for the timed load; `disk` reads the same file with eight threads and does nothing else,
+`PCIe` copies pinned memory. Every load is in a process of its own, the second there, so that the rate is that of a
+layer in the middle of a model. A rank that holds half of the columns of a matrix reads short pieces of its rows: that
+load is listed apart.
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ from typing import Any
 import torch
 from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
 from load_memory import Peak, convert_to, write_source
+from pack import LARGE as LARGE_LAYER
+from pack import make_checkpoint
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
+from lancebill.testing.checkpoints import save
 
 SPEC, EXPERTS, HIDDEN, INTERMEDIATE = "int4-g128", 128, 2048, 768
+WHOLE, LARGE = "whole", "large"
 LOADS = {
-    "whole": Placement(),
+    WHOLE: Placement(),
     "half of the columns": Placement(tp_rank=1, tp_size=2),
     "half of the experts": Placement(ep_size=2),
+    LARGE: Placement(),
 }
 CHUNK, THREADS = 8 << 20, 8
 MIB = 1 << 20
@@ -46,14 +53,19 @@ def main() -> None:
     part = Part("loading", __doc__, figures, device=DEVICE, loads=3)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on a disk, not in memory
         source = write_source(Path(folder) / "source", 1, EXPERTS, HIDDEN, INTERMEDIATE)
-        stored = convert_to(source, Path(folder) / SPEC, SPEC)
-        size, largest = _stored_bytes(stored)
+        small = convert_to(source, Path(folder) / SPEC, SPEC)
+        size, largest = _stored_bytes(small)
+        details = {"expert_bytes": size, "largest_slice": largest, "device": DEVICE}
+        folders = {name: small for name in LOADS if name != LARGE}
+        if DEVICE == "cuda":
+            folders[LARGE] = save(make_checkpoint("mxfp4", LARGE_LAYER, DEVICE)[0], Path(folder) / LARGE)
+            details["large_bytes"] = _stored_bytes(folders[LARGE])[0]
         loads: dict[str, dict[str, Any]] = {}
-        for name in LOADS:
-            runs = [_in_process(stored, name) for _ in range(part.arguments.loads)]
+        for name, stored in folders.items():
+            runs = [_in_process(stored, name) for _ in range(part.arguments.loads if name in (WHOLE, LARGE) else 1)]
             loads[name] = min(runs, key=lambda run: run["seconds"])
         rates = {"disk": _rate(stored, _read_all)} | ({"PCIe": _copy_rate()} if DEVICE == "cuda" else {})
-    details = {"expert_bytes": size, "largest_slice": largest, "loads": loads, "rates": rates, "device": DEVICE}
+    details |= {"loads": loads, "rates": rates}
     part.finish(_tallies(details), details)
 
 
@@ -66,7 +78,7 @@ def measured(folder: Path, placement: Placement) -> dict[str, Any]:
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     _forget(folder)
-    device_before, read_before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0, _bytes_read()
+    device_before, before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0, _bytes_read()
     start = time.perf_counter()
     with Peak() as memory:
         layer = RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
@@ -74,7 +86,9 @@ def measured(folder: Path, placement: Placement) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     held = sum(tensor.nbytes for tensor in layer.state_dict().values())
-    out = {"seconds": seconds, "read": _bytes_read() - read_before, "held": held, "host": memory.growth()["anonymous"]}
+    read, from_disk = (after - start for start, after in zip(before, _bytes_read()))
+    out = {"seconds": seconds, "read": read, "from_disk": from_disk}
+    out |= {"held": held, "host": memory.growth()["anonymous"]}
     if DEVICE == "cuda":
         out["device_peak"] = torch.cuda.max_memory_allocated() - device_before
         out["device_final"] = torch.cuda.memory_allocated() - device_before
@@ -95,10 +109,10 @@ def _stored_bytes(folder: Path) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def _bytes_read() -> int:
-    """By read calls of this process, from files of any kind."""
+def _bytes_read() -> tuple[int, int]:
+    """By read calls of this process, from files of any kind; and those that came from a disk, not from the cache."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"])
+    return int(lines["rchar"]), int(lines["read_bytes"])
 
 
 def _forget(folder: Path) -> None:
@@ -157,31 +171,38 @@ def _tallies(details: Details) -> dict[str, Tally]:
 
 
 def _reached(details: Details) -> dict[str, float]:
-    whole, size = details["loads"]["whole"], details["expert_bytes"]
+    loads = [load for name, load in details["loads"].items() if name in (WHOLE, LARGE)]
     on_host = details["device"] == "cpu"
     out = {
-        "L2": whole["host"] - (whole["held"] if on_host else 0),
+        "L2": max(load["host"] - (load["held"] if on_host else 0) for load in loads),
         "L3": max(_overread(details).values()),
     }
     if on_host:
         return out
-    rate = size / whole["seconds"] / min(details["rates"].values())
-    return {"L1": whole["device_peak"] / whole["device_final"], **out, "L5": rate}
+    size = details.get("large_bytes", details["expert_bytes"])  # of the last
+    rate = size / loads[-1]["seconds"] / min(details["rates"].values())
+    return {"L1": max(load["device_peak"] / load["device_final"] for load in loads), **out, "L5": rate}
 
 
 def _overread(details: Details) -> dict[str, float]:
     size = details["expert_bytes"]
-    return {name: load["read"] / (size if name == "whole" else size / 2) for name, load in details["loads"].items()}
+    sizes = {WHOLE: size, LARGE: details.get("large_bytes", size)}
+    return {name: load["read"] / sizes.get(name, size / 2) for name, load in details["loads"].items()}
 
 
 def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
     run = details[0]
-    reached, size = _reached(run), run["expert_bytes"]
+    reached, loads = _reached(run), run["loads"]
     rates = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in run["rates"].items())
-    loaded = size / run["loads"]["whole"]["seconds"] / 1e9
+    size, last = (run["large_bytes"], LARGE) if LARGE in loads else (run["expert_bytes"], WHOLE)
+    loaded = size / loads[last]["seconds"] / 1e9
+    peaks = [load for name, load in loads.items() if name in (WHOLE, LARGE) and "device_peak" in load]
     words = {
-        "L1": f"{reached.get('L1', 0):.3f}",
-        "L2": f"{reached['L2'] / MIB:.0f} MiB beside the layer's {run['loads']['whole']['held'] / MIB:.0f} MiB"
+        "L1": ", ".join(
+            f"{load['device_peak'] / load['device_final']:.3f} of {load['device_final'] / MIB:.0f} MiB"
+            for load in peaks
+        ),
+        "L2": f"{reached['L2'] / MIB:.0f} MiB beside the layer's {loads[last]['held'] / MIB:.0f} MiB"
         f" (largest slice {run['largest_slice'] / MIB:.1f} MiB)",
         "L3": ", ".join(f"{ratio:.3f} {name}" for name, ratio in _overread(run).items()),
         "L5": f"{100 * reached.get('L5', 0):.0f} %: {loaded:.2f} GB/s to the {run['device']}; {rates}",

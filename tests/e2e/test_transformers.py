@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny  # noqa: E402
 
 import lancebill  # noqa: E402
-from lancebill.checkpoint.load.load_layer import SLICE_BYTES  # noqa: E402
+from lancebill.checkpoint.load.slice_sizes import SLICE_BYTES  # noqa: E402
 from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.convert import run_conversion, target_of  # noqa: E402
 from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, SCALE
 from lancebill.checkpoint.load.load_experts import slot_rows
-from lancebill.checkpoint.load.load_layer import slot_slices
+from lancebill.checkpoint.load.slice_sizes import slices_of, step_for
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import Recipe
 from lancebill.moe.layout import W2, MatrixShape, Packed, as_integer
@@ -28,7 +28,7 @@ def random_parts(recipe: Recipe, seed: int) -> LayerParts:
     host = None if recipe.host is None else random_parts(recipe.host, seed)
     start, packed, layout = time.perf_counter(), recipe.allocate(), recipe.layout
     experts, device = recipe.plan.experts, recipe.choice.device.torch
-    for slots in slot_slices(recipe.plan, device, range(len(experts))):
+    for slots in slices_of(range(len(experts)), step_for(recipe.plan, device)):
         rows = slot_rows(packed, slice(slots[0], slots[-1] + 1))
         for number, (matrix, shape) in enumerate(recipe.choice.problem.matrices.items()):
             weights = [_random_matrix(recipe, shape, seed, experts[slot], number) for slot in slots]

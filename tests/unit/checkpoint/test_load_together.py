@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lancebill.backends.cpu.native import library
-from lancebill.checkpoint.load import load_layer as loading
-from lancebill.checkpoint.load import projections
+from lancebill.checkpoint.load import projections, slice_sizes
 from lancebill.checkpoint.load.load_experts import load_expert, load_experts, pack_experts, plan_layer
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import DeviceReader
@@ -46,7 +45,7 @@ def test_slices_fill_what_single_experts_fill(fmt: str, example: str, monkeypatc
     pack_experts(recipe.plan, recipe.layout, experts, want, order)
     counts: list[int] = []
     for size in (1, 1 << 30):  # one expert at a time, and all at once
-        monkeypatch.setattr(loading, "SLICE_BYTES", {"cpu": size})
+        monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": size})
         got = load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=counts.append)
         assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
     assert counts == [1] * EXPERTS + [EXPERTS]
@@ -55,7 +54,7 @@ def test_slices_fill_what_single_experts_fill(fmt: str, example: str, monkeypatc
 @pytest.mark.skipif(library() is None, reason="the CPU kernels, which refuse NaN, are not built")
 def test_an_error_in_a_slice_names_its_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     generated, recipe = layer_of("fp8", "channel-dynamic")
-    monkeypatch.setattr(loading, "SLICE_BYTES", {"cpu": 1 << 30})
+    monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": 1 << 30})
     name = next(name for name in generated.tensors if "experts.3.up_proj.weight_scale" in name)
     generated.tensors[name][4] = torch.nan
     with pytest.raises(BadValue, match=r"expert 3"):
@@ -67,7 +66,7 @@ def test_questions_are_answered_when_everything_is_launched(monkeypatch: pytest.
     generated, recipe = layer_of("gptq", "int4-g64:fp16-gptq")
     want = load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate())
     monkeypatch.setattr(DeviceReader, "asynchronous", True)
-    monkeypatch.setattr(loading, "HELD_BYTES", 1)  # one expert at a time
+    monkeypatch.setattr(slice_sizes, "HELD_BYTES", 1)  # one expert at a time
     counts: list[int] = []
     for held in (False, True):
         got = load_layer(

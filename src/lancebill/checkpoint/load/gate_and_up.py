@@ -13,7 +13,7 @@ from itertools import chain
 from torch import Tensor
 
 from lancebill.checkpoint.load.padding import pad
-from lancebill.checkpoint.load.projections import Span, read_projections
+from lancebill.checkpoint.load.projections import Area, Span, read_projections
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.numbers.spec import QuantSpec
@@ -27,21 +27,31 @@ def read_gate_and_up(
 ) -> tuple[LogicalWeight, list[Inputs]] | None:
     """w13 of several experts from these rows of gate and up, padded to `size` rows each, and what gate and up say about
     their input. `spec` is that of gate. None if they cannot be read together."""
+    together = read_together(gates, ups, rows, size)
+    if together is None:
+        return None
+    gate, (projections, area) = gates[0], together
+    both = read_projections(read, projections, area, spec)
+    if gate.stored_n == gate.n:
+        both = pad(both, size, gate.k)
+        return join_rows(both, 2), [{role: t[i::2] for role, t in both.inputs.items()} for i in range(2)]
+    stacked = (split_rows(both, 2) if gate.step == 2 else both).reblock(spec.stacked(size))
+    return replace(stacked, inputs={}), [both.inputs]
+
+
+def read_together(
+    gates: Sequence[Projection], ups: Sequence[Projection], rows: Span, size: int
+) -> tuple[list[Projection], Area] | None:
+    """What to read as one, and which rows and columns of it; None if gate and up cannot be read together."""
     gate, up = gates[0], ups[0]
     if gate.scheme.act_order:
         return None
     columns = 0, gate.k
     if gate.stored_n == gate.n:
-        if not up.stored_like(gate):
-            return None
-        both = pad(read_projections(read, list(chain(*zip(gates, ups))), (rows, columns), spec), size, gate.k)
-        return join_rows(both, 2), [{role: t[i::2] for role, t in both.inputs.items()} for i in range(2)]
+        return (list(chain(*zip(gates, ups))), (rows, columns)) if up.stored_like(gate) else None
     if not _one_tensor(gate, up) or rows[1] - rows[0] != size or (gate.step == 1 and rows != (0, gate.n)):
         return None
-    area = (rows[0] * 2, rows[1] * 2), columns
-    both = read_projections(read, [projection.fused for projection in gates], area, spec)
-    stacked = (split_rows(both, 2) if gate.step == 2 else both).reblock(spec.stacked(size))
-    return replace(stacked, inputs={}), [both.inputs]
+    return [projection.fused for projection in gates], ((rows[0] * 2, rows[1] * 2), columns)
 
 
 def _one_tensor(gate: Projection, up: Projection) -> bool:

@@ -7,17 +7,17 @@ path; nothing here branches on any of them. Everything happens on the device tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.gate_and_up import Inputs, read_gate_and_up
+from lancebill.checkpoint.load.gate_and_up import Inputs, read_gate_and_up, read_together
 from lancebill.checkpoint.load.input_scales import InputScales, combine_input_scales, stack_inputs
 from lancebill.checkpoint.load.padding import pad
-from lancebill.checkpoint.load.projections import Span, read_projection, read_projections
+from lancebill.checkpoint.load.projections import Read, Span, read_projection, read_projections, reads_of
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
@@ -211,6 +211,23 @@ def load_experts(
         for expert in experts:  # which one is it?
             load_expert(read, plan, expert)
         raise
+
+
+def reads_of_experts(plan: LayerPlan, experts: Sequence[int]) -> Iterator[Read]:
+    """What `load_experts` reads, so that it can be read ahead."""
+    layer, cut = plan.layer, plan.cut
+    down, *sides = (
+        [layer.projections[expert, name] for expert in experts] for name in (DOWN, GATE, UP)[: 2 + layer.gated]
+    )
+    if plan.one_by_one:
+        for projections in (down, *sides):
+            yield from reads_of(projections, ((0, projections[0].n), (0, projections[0].k)))
+        return
+    yield from reads_of(down, ((0, layer.hidden), (cut.start, cut.stop)))
+    rows = cut.start, cut.stop
+    together = read_together(sides[0], sides[1], rows, cut.size) if layer.gated else None
+    for projections, area in [(side, (rows, (0, layer.hidden))) for side in sides] if together is None else [together]:
+        yield from reads_of(projections, area)
 
 
 Load = Callable[..., tuple[LogicalWeight, Tensor | None]]  # `_load_target` with its first arguments

@@ -1,32 +1,28 @@
-"""Load all local experts of a layer: a few threads, each with a slice of experts from reading to packing.
+"""Load all local experts of a layer, slices of experts at a time.
 
-One thread does everything for a slice: allocators tend not to reuse memory that one thread allocates and another frees.
-While one reads, others decode and pack.
+On a CPU a few threads do everything for a slice, from reading to packing: allocators tend not to reuse memory that one
+thread allocates and another frees. While one reads, others decode and pack. On a GPU threads only read ahead, and the
+calling thread decodes and packs on its stream. What is on the GPU already is not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts
-from lancebill.checkpoint.load.memory import expert_bytes, level_bytes
-from lancebill.checkpoint.load.staging import DeviceReader
+from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts, reads_of_experts
+from lancebill.checkpoint.load.slice_sizes import held_step, readers_for, slices_of, step_for, workers_for
+from lancebill.checkpoint.load.staging import DeviceReader, Fetched
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
 from lancebill.numbers.codec import Loss
 from lancebill.numbers.unusual import any_set, assuming, repeating
 
-# Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread. Larger slices
-# mean fewer calls and launches, which only one thread at a time makes.
-SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already: one thread, and nothing to read
-WORKING_BYTES = 192 << 20  # of all threads together
-MOST_GPU_THREADS = 3
+Slots = Sequence[int]
+Filled = tuple[list[tuple[str, Loss]], Tensor | None]
 
 
 def load_layer(
@@ -35,7 +31,7 @@ def load_layer(
     layout: Layout,
     *,
     out: Mapping[str, Packed] | None = None,
-    slots: Sequence[int] | None = None,
+    slots: Slots | None = None,
     losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
     held: bool = False,
@@ -50,31 +46,9 @@ def load_layer(
         {"w13": layout.allocate(plan.w13, count), "w2": layout.allocate(plan.w2, count)} if out is None else dict(out)
     )
     reader = DeviceReader(read, next(iter(packed["w13"].values())).device)
-    source: Reader = read if held else reader
-    working = nullcontext if held else reader.working  # what is there already is packed on the caller's stream
-
-    def fill(slots: Sequence[int]) -> list[tuple[str, Loss]]:
-        cost: list[tuple[str, Loss]] = []
-        experts = [plan.experts[slot] for slot in slots]
-        with working():
-            weights = load_experts(source, plan, experts, lambda matrix, loss: cost.append((matrix, loss)))
-            pack_experts(plan, layout, weights, packed, slots)
-        return cost
-
-    def fill_as_usual(slots: Sequence[int]) -> tuple[list[tuple[str, Loss]], Tensor | None]:
-        """Also a flag on the device: whether something was not as usual, so that the slice must be filled again."""
-        if not reader.asynchronous or plan.one_by_one:
-            return fill(slots), None
-        with assuming() as flags:
-            cost = fill(slots)
-        with working():
-            return cost, any_set(flags) if flags else None
-
-    step = held_step(plan) if held and reader.asynchronous else slot_step(plan, SLICE_BYTES[reader.device.type])
-    slices = list(_slices(range(count) if slots is None else slots, step))
-    workers = 1 if held and reader.asynchronous else workers_for(plan, reader.device, len(slices))
-    doubts: list[tuple[Sequence[int], Tensor]] = []
-    for done, (cost, doubt) in map_in_order(fill_as_usual, slices, workers):
+    work = _Work(reader, read if held else reader, plan, layout, packed)
+    doubts: list[tuple[Slots, Tensor]] = []
+    for done, (cost, doubt) in work.filled(range(count) if slots is None else slots, held=held):
         if losses is not None:
             for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
                 losses(matrix, loss)
@@ -82,46 +56,57 @@ def load_layer(
             doubts.append((done, doubt))
         if progress is not None:
             progress(len(done))
-    reader.finish()
     with repeating():
         for again in _unusual_slices(doubts):
-            fill(again)
+            work.fill(again)
     reader.finish()
     return packed
 
 
-def _unusual_slices(doubts: Sequence[tuple[Sequence[int], Tensor]]) -> list[Sequence[int]]:
+class _Work:
+    """How the slices of one load are filled."""
+
+    def __init__(
+        self, reader: DeviceReader, source: Reader, plan: LayerPlan, layout: Layout, packed: Mapping[str, Packed]
+    ) -> None:
+        self.reader, self.source, self.plan, self.layout, self.packed = reader, source, plan, layout, packed
+
+    def filled(self, slots: Slots, *, held: bool) -> Iterator[tuple[Slots, Filled]]:
+        """Fills slice after slice, and says which."""
+        plan, device = self.plan, self.reader.device
+        if not self.reader.asynchronous:
+            slices = slices_of(slots, step_for(plan, device))
+            yield from map_in_order(self._fill_as_usual, slices, workers_for(plan, len(slices)))
+        elif held:
+            yield from ((each, self._fill_as_usual(each)) for each in slices_of(slots, held_step(plan)))
+        else:
+            slices = slices_of(slots, step_for(plan, device))
+            for each, fetched in map_in_order(self._fetch, slices, readers_for(plan, device, len(slices))):
+                with self.reader.using(fetched):
+                    yield each, self._fill_as_usual(each)
+
+    def fill(self, slots: Slots) -> list[tuple[str, Loss]]:
+        cost: list[tuple[str, Loss]] = []
+        weights = load_experts(self.source, self.plan, self._experts(slots), lambda *loss: cost.append(loss))
+        pack_experts(self.plan, self.layout, weights, self.packed, slots)
+        return cost
+
+    def _fill_as_usual(self, slots: Slots) -> Filled:
+        """Also a flag on the device: whether something was not as usual, so that the slice must be filled again."""
+        if not self.reader.asynchronous or self.plan.one_by_one:
+            return self.fill(slots), None
+        with assuming() as flags:
+            cost = self.fill(slots)
+        return cost, any_set(flags) if flags else None
+
+    def _fetch(self, slots: Slots) -> Fetched:
+        return self.reader.fetch(reads_of_experts(self.plan, self._experts(slots)))
+
+    def _experts(self, slots: Slots) -> list[int]:
+        return [self.plan.experts[slot] for slot in slots]
+
+
+def _unusual_slices(doubts: Sequence[tuple[Slots, Tensor]]) -> list[Slots]:
     """The slices whose flags are set. Waits for the device, once for all of them."""
     found = torch.stack([flag for _, flag in doubts]).tolist() if doubts else []
     return [slots for (slots, _), flag in zip(doubts, found) if flag]
-
-
-def slot_slices(plan: LayerPlan, device: torch.device, slots: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Slots that are loaded together."""
-    return _slices(slots, slot_step(plan, SLICE_BYTES[device.type]))
-
-
-def slot_step(plan: LayerPlan, most: int) -> int:
-    """How many experts have at most so many bytes, as packed; at least one."""
-    each = expert_bytes(plan) * max(plan.w13.spec.dtype.bits, plan.w2.spec.dtype.bits) // 8
-    return max(1, most // max(1, each))
-
-
-def held_step(plan: LayerPlan) -> int:
-    """How many experts are packed together whose tensors are on the GPU: codes that stay where they are take no memory,
-    and a call costs the host as much as reading a hundred experts."""
-    if not plan.views_codes:
-        return slot_step(plan, HELD_BYTES)
-    return max(1, HELD_BYTES // max(1, level_bytes(plan)))
-
-
-def _slices(slots: Sequence[int], step: int) -> Iterator[Sequence[int]]:
-    for first in range(0, len(slots), step):
-        yield slots[first : first + step]
-
-
-def workers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
-    """Threads of a load: as many as torch has (a few on a GPU), if their working memory allows it; at least two."""
-    each = max(expert_bytes(plan), SLICE_BYTES[device.type])
-    most = MOST_GPU_THREADS if device.type == "cuda" else torch.get_num_threads()
-    return min(slices, max(2, min(most, WORKING_BYTES // each))) or 1

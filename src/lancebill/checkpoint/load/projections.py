@@ -7,13 +7,13 @@ only views them (`Nibbles.apart`): the kernels that pack them find them by their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.read.slices import Reader
+from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve.manifest import Projection, StoredPart
 from lancebill.errors import LancebillError
 from lancebill.formats import axes as ax
@@ -25,6 +25,7 @@ from lancebill.numbers.weight import LogicalWeight, expert_of, stack_experts
 Span = tuple[int, int]
 Area = tuple[Span, Span]  # rows and columns
 Found = Tensor | list[Tensor]  # one part of several experts: [experts, ...], or a tensor for each
+Read = tuple[str, Index]  # a tensor and what to read of it
 CODES = "codes"
 
 
@@ -55,14 +56,27 @@ def _alike(experts: Sequence[Projection]) -> bool:
     return first.scheme.batched and not first.scheme.act_order and all(map(first.stored_like, experts))
 
 
+def reads_of(experts: Sequence[Projection], area: Area) -> Iterator[Read]:
+    """What `read_projections` reads, in its order."""
+    for alike in [experts] if _alike(experts) else [[projection] for projection in experts]:
+        around = _around(alike[0], area)
+        for role in alike[0].sources:
+            yield from _part_reads(alike, role, around)
+
+
+def _around(projection: Projection, area: Area) -> Area:
+    """The stored rows and columns that must be read to get these."""
+    units = projection.scheme.units
+    if units is None or projection.scheme.act_order:
+        return (0, projection.stored_n), (0, projection.k)
+    rows, columns = area
+    around_rows = _widen(_stored_rows(projection, rows), units["n"], projection.stored_n)
+    return around_rows, _widen(columns, units["k"], projection.k)
+
+
 def _read_alike(read: Reader, experts: Sequence[Projection], area: Area, spec: QuantSpec) -> LogicalWeight:
     first, (rows, columns) = experts[0], area
-    scheme, units = first.scheme, first.scheme.units
-    if units is None or scheme.act_order:
-        around_rows, around_columns = (0, first.stored_n), (0, first.k)
-    else:
-        around_rows = _widen(_stored_rows(first, rows), units["n"], first.stored_n)
-        around_columns = _widen(columns, units["k"], first.k)
+    scheme, (around_rows, around_columns) = first.scheme, _around(first, area)
     found = {role: _read_part(read, experts, role, (around_rows, around_columns)) for role in first.sources}
     size = around_rows[1] - around_rows[0], around_columns[1] - around_columns[0]
     weight = _decode_apart(scheme, found, size) if scheme.views_codes and _may_stay_apart(found[CODES]) else None
@@ -134,6 +148,15 @@ def _widen(span: Span, unit: int, size: int) -> Span:
 
 def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: Area) -> Found:
     """One part of all experts, sliced to the covering rows and columns; undoes a stored transposition."""
+    source, reads = experts[0].sources[role], _part_reads(experts, role, around)
+    found = [read(name, index) for name, index in reads]
+    stacked = found[0] if len(found) < len(experts) else found  # one tensor has several experts
+    matrix = len(ax.shape(source.axes, experts[0].stored_n, experts[0].k, source.part.ratio(source.dtype))) == 2
+    return _stacked(stacked).mT.contiguous() if source.reversed and matrix else stacked
+
+
+def _part_reads(experts: Sequence[Projection], role: str, around: Area) -> list[Read]:
+    """The reads of one part: one for each expert, or a single one if they are neighbours in one tensor."""
     sources, projection = [each.sources[role] for each in experts], experts[0]
     source = sources[0]
     ratio = source.part.ratio(source.dtype)
@@ -146,20 +169,13 @@ def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: A
         index = ()  # the whole tensor: indexing takes longer than everything else about reading from memory
     if source.reversed:
         index = index[::-1]
-    found = _read_each(read, sources, index)
-    return _stacked(found).mT.contiguous() if source.reversed and len(full) == 2 else found
-
-
-def _read_each(read: Reader, sources: Sequence[StoredPart], index: tuple[slice, ...]) -> Found:
-    """One read if neighbouring experts are stored in one tensor."""
-    first = sources[0]
-    if first.expert is not None and not first.rows_per_expert:
-        last = first.expert + len(sources)
-        if len({s.tensor for s in sources}) == 1 and [s.expert for s in sources] == list(range(first.expert, last)):
-            return read(first.tensor, (slice(first.expert, last), *index))
+    if len(sources) > 1 and source.expert is not None and not source.rows_per_expert:
+        last = source.expert + len(sources)
+        if len({s.tensor for s in sources}) == 1 and [s.expert for s in sources] == list(range(source.expert, last)):
+            return [(source.tensor, (slice(source.expert, last), *index))]
     if index:
-        return [read(source.tensor, _expert_index(source, index)) for source in sources]
-    return [read(s.tensor, () if s.expert is None else (s.expert,)) for s in sources]
+        return [(s.tensor, _expert_index(s, index)) for s in sources]
+    return [(s.tensor, () if s.expert is None else (s.expert,)) for s in sources]
 
 
 def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | slice, ...]:

@@ -1,115 +1,124 @@
-"""Where the threads of a load work: on the CPU, or each on a stream of its own of a GPU.
+"""Reads tensors to the device that packs them. On a GPU, a few threads read ahead into pinned memory.
 
-On a GPU a thread reads into pinned memory, from which copies to the device run asynchronously, and decodes and packs
-there. What it launches is ordered by its stream, so nothing has to wait: while one thread reads, the copies and kernels
-of the others run.
+The bytes of a slice of experts are read into a few pinned buffers. The thread that packs copies each buffer at once and
+without waiting, and finds the tensors in the copies. So the device has the stored bytes of one slice at a time, however
+many are read ahead.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.read.slices import Index, Reader
+from lancebill.checkpoint.read.slices import Index, Reader, reading_into
+from lancebill.errors import LancebillError
 
-PINNED_BYTES = 16 << 20  # of each buffer; every thread has two
-_ALIGNED = 64
+BUFFER_BYTES = 16 << 20  # of pinned memory; a larger tensor has a buffer of its own
+_ALIGNED = 256
+
+Key = tuple[object, ...]
 
 
 class DeviceReader:
-    """Reads tensors to a device. Threads call `working` around the reads of one piece of work."""
+    """Reads tensors to a device. `fetch` is called by any thread, everything else by the one that packs."""
 
     def __init__(self, read: Reader, device: torch.device) -> None:
         self._read, self.device = read, device
-        self._stages: list[_Stage] = []
-        self._own = _OwnStage()
-        self._lock = threading.Lock()
-        self._start = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._fetched: Fetched | None = None
+        self._reads_callers_memory = False
 
     @property
     def asynchronous(self) -> bool:
         """Whether the device works while the host goes on."""
-        return self._start is not None
+        return self.device.type == "cuda"
 
-    def __call__(self, name: str, index: Index) -> Tensor:
-        tensor = self._read(name, index)
-        return tensor if self._start is None else self._stage().to_device(tensor)
+    def fetch(self, reads: Iterable[tuple[str, Index]]) -> Fetched:
+        """Read tensors into pinned memory. Those that cannot be read are left out: whoever needs them says where."""
+        fetched = Fetched(self.device)
+        with reading_into(fetched.allocate):
+            for name, index in reads:
+                try:
+                    fetched.add(_key(name, index), self._read(name, index))
+                except LancebillError:
+                    break
+        return fetched
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Inside, this thread's work on the device goes to its own stream."""
-        if self._start is None:
+    def using(self, fetched: Fetched) -> Iterator[None]:
+        """Inside, tensors that were fetched are not read again."""
+        self._fetched = fetched
+        try:
             yield
-            return
-        with torch.cuda.stream(self._stage().stream):
-            yield
+        finally:
+            self._fetched = None
+
+    def __call__(self, name: str, index: Index) -> Tensor:
+        if self._fetched is not None:
+            found = self._fetched.take(_key(name, index))
+            if found is not None:
+                return self._to_device(found)
+        return self._to_device(self._read(name, index))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """A copy on the device. Tensors that the caller has pinned are copied from where they are."""
+        if not self.asynchronous or tensor.device.type != "cpu":
+            return tensor
+        pinned = tensor.is_pinned()
+        self._reads_callers_memory |= pinned
+        return tensor.contiguous().to(self.device, non_blocking=pinned)
 
     def finish(self) -> None:
-        """Later work of the caller's stream waits for what the threads launched."""
-        if self._start is not None:
-            for stage in self._stages:
-                self._start.wait_stream(stage.stream)
-                if stage.reads_callers_memory:
-                    stage.stream.synchronize()  # the caller may release it
-
-    def _stage(self) -> _Stage:
-        stage = self._own.stage
-        if stage is None:
-            assert self._start is not None
-            stage = self._own.stage = _Stage(self.device)
-            stage.stream.wait_stream(self._start)  # buffers may be in use by earlier work of the caller's stream
-            with self._lock:
-                self._stages.append(stage)
-        return stage
+        """Waits if the device may still read memory of the caller, who may write there again."""
+        if self._reads_callers_memory:
+            torch.cuda.current_stream(self.device).synchronize()
 
 
-class _OwnStage(threading.local):
-    """The stage of each thread."""
-
-    stage: _Stage | None = None
-
-
-class _Stage:
-    """One thread's stream and pinned buffers. A buffer is written again when the copies from it are done."""
+class Fetched:
+    """Tensors in pinned buffers, and their copies on a device. What is pinned already, or on a device, stays there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
-        self._buffers: list[Tensor] = []  # made when the first tensor comes from the CPU
-        self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._turn, self._used = 0, 0
-        self.reads_callers_memory = False  # tensors that the caller has pinned are copied from where they are
+        self._device = device
+        self._elsewhere: dict[Key, Tensor] = {}
+        self._buffers: list[Tensor] = []
+        self._copies: dict[int, Tensor] = {}  # by buffer
+        self._used = 0  # bytes of the last buffer
+        self._places: dict[Key, tuple[int, int, Tensor]] = {}  # buffer, first byte, the tensor there
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, on this stage's stream. Tensors that are on a device already stay as they are."""
-        if tensor.device.type != "cpu":
-            return tensor
-        tensor = tensor.contiguous()
-        if tensor.is_pinned():
-            self.reads_callers_memory = True
-            return tensor.to(self.device, non_blocking=True)
-        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        source, target = (t.view(-1).view(torch.uint8) if t.numel() else t for t in (tensor, out))
-        done, size = 0, tensor.nbytes
-        while done < size:
-            piece = self._room(size - done)
-            piece.copy_(source[done : done + len(piece)])
-            target[done : done + len(piece)].copy_(piece, non_blocking=True)
-            done += len(piece)
-        return out
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the last buffer, or of a new one."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not self._buffers or self._used + size > len(self._buffers[-1]):
+            pinned = self._device.type == "cuda"
+            self._buffers.append(torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned))
+            self._used = 0
+        start, self._used = self._used, -(-(self._used + size) // _ALIGNED) * _ALIGNED
+        return self._buffers[-1][start : start + size].view(dtype).view(tuple(shape))
 
-    def _room(self, most: int) -> Tensor:
-        """The next free bytes of a pinned buffer, `most` or fewer."""
-        if not self._buffers:
-            self._buffers = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        if self._used >= PINNED_BYTES:
-            self._copied[self._turn].record(self.stream)
-            self._turn, self._used = 1 - self._turn, 0
-            self._copied[self._turn].synchronize()
-        start = self._used
-        count = min(most, PINNED_BYTES - start)
-        self._used = -(-(start + count) // _ALIGNED) * _ALIGNED
-        return self._buffers[self._turn][start : start + count]
+    def add(self, key: Key, tensor: Tensor) -> None:
+        """A tensor that was read, perhaps into memory of `allocate`."""
+        buffer = self._buffers[-1] if self._buffers else None
+        if buffer is None or not 0 <= tensor.data_ptr() - buffer.data_ptr() < len(buffer):
+            if tensor.device.type != "cpu" or tensor.is_pinned() or not tensor.numel():
+                self._elsewhere[key] = tensor
+                return
+            tensor = self.allocate(tensor.shape, tensor.dtype).copy_(tensor)
+            buffer = self._buffers[-1]
+        self._places[key] = len(self._buffers) - 1, tensor.data_ptr() - buffer.data_ptr(), tensor
+
+    def take(self, key: Key) -> Tensor | None:
+        """The tensor on the device, or where it was; None if it was not fetched."""
+        if key not in self._places:
+            return self._elsewhere.get(key)
+        number, start, tensor = self._places[key]
+        if number not in self._copies:
+            last = number == len(self._buffers) - 1
+            used = self._buffers[number][: self._used] if last else self._buffers[number]
+            self._copies[number] = used.to(self._device, non_blocking=True)
+        return self._copies[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _key(name: str, index: Index) -> Key:
+    return name, *((part.start, part.stop) if isinstance(part, slice) else part for part in index)

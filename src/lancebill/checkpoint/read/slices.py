@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,14 +20,38 @@ PAGE = 4096  # the kernel reads whole pages: skipping a smaller gap saves nothin
 CHUNK = 4 << 20  # bytes of scratch for a read that includes gaps
 
 Index = tuple[int | slice, ...]
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]  # a contiguous tensor
 Reader = Callable[[str, Index], Tensor]  # (tensor name, index) -> tensor[index]; `Checkpoint.read` is one
+
+
+def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class _Memory(threading.local):
+    """Where this thread's reads go."""
+
+    allocate: Allocate = staticmethod(_new_tensor)
+
+
+_memory = _Memory()
+
+
+@contextmanager
+def reading_into(allocate: Allocate) -> Iterator[None]:
+    """Inside, what this thread reads from files goes to memory of `allocate`."""
+    _memory.allocate = allocate
+    try:
+        yield
+    finally:
+        _memory.allocate = _new_tensor
 
 
 def read_slice(descriptor: int, info: TensorInfo, index: Index = ()) -> Tensor:
     """`tensor[index]` as a new contiguous tensor. `index` holds ints and slices of step one."""
     dtype = TORCH_DTYPES[info.dtype]
     spans, shape = _spans(info, index)
-    out = torch.empty(shape, dtype=dtype)
+    out = _memory.allocate(shape, dtype)
     if out.numel() == 0:
         return out
     offset, counts, strides = _runs(info, spans, dtype.itemsize)

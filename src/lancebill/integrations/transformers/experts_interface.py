@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.load.load_layer import SLICE_BYTES
+from lancebill.checkpoint.load.slice_sizes import SLICE_BYTES
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem

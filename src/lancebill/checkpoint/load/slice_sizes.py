@@ -1,0 +1,59 @@
+"""How many experts are loaded together, and by how many threads: larger slices mean fewer calls, but more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lancebill.checkpoint.load.load_experts import LayerPlan
+from lancebill.checkpoint.load.memory import expert_bytes, level_bytes
+
+# Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
+SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
+HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already
+WORKING_BYTES = 192 << 20  # of all threads together
+READ_BYTES = 256 << 20  # of pinned memory, of all slices that are read ahead
+MOST_READERS = 8  # threads; a disk needs several reads at a time to reach its rate
+
+
+def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
+    """Slots that are loaded together."""
+    return [slots[first : first + step] for first in range(0, len(slots), step)]
+
+
+def step_for(plan: LayerPlan, device: torch.device) -> int:
+    """How many experts a slice has."""
+    step = _experts_in(plan, SLICE_BYTES[device.type])
+    return min(step, max(1, len(plan.experts) // SHARE)) if device.type == "cuda" else step
+
+
+def held_step(plan: LayerPlan) -> int:
+    """How many experts are packed together whose tensors are on the GPU: codes that stay where they are take no memory,
+    and a call costs the host as much as reading a hundred experts."""
+    if not plan.views_codes:
+        return _experts_in(plan, HELD_BYTES)
+    return max(1, HELD_BYTES // max(1, level_bytes(plan)))
+
+
+def workers_for(plan: LayerPlan, slices: int) -> int:
+    """Threads of a load to a CPU: as many as torch has, if their working memory allows it; at least two."""
+    each = max(expert_bytes(plan), SLICE_BYTES["cpu"])
+    return min(slices, max(2, min(torch.get_num_threads(), WORKING_BYTES // each))) or 1
+
+
+def readers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
+    """Threads that read ahead for a GPU; at least two, so that one reads while a slice is packed."""
+    each = step_for(plan, device) * _packed_bytes(plan)
+    return min(slices, max(2, min(MOST_READERS, READ_BYTES // max(1, each)))) or 1
+
+
+def _experts_in(plan: LayerPlan, most: int) -> int:
+    """How many experts have at most so many bytes, as packed; at least one."""
+    return max(1, most // max(1, _packed_bytes(plan)))
+
+
+def _packed_bytes(plan: LayerPlan) -> int:
+    """About the bytes of one expert in a packed layer, or in a file."""
+    return expert_bytes(plan) * max(plan.w13.spec.dtype.bits, plan.w2.spec.dtype.bits) // 8

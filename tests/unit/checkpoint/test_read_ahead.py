@@ -1,0 +1,112 @@
+"""What is read ahead for a GPU is exactly what a load reads; it is read once, into few buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.load import slice_sizes, staging
+from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, plan_layer, reads_of_experts
+from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.load.staging import DeviceReader
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.slices import Index, Reader
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.errors import LancebillError, MalformedFile
+from lancebill.formats import registry
+from lancebill.formats.base import Example
+from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.moe.placement import Placement
+from lancebill.numbers.weight import same_bits
+from lancebill.testing.checkpoints import Generated, Geometry, generate, save
+
+EXPERTS = 2
+FAMILIES = ("qwen3_moe", "gpt_oss")
+CPU = torch.device("cpu")
+
+
+def recording(read: Reader, seen: list[tuple[str, Index]]) -> Reader:
+    def recorded(name: str, index: Index) -> Tensor:
+        seen.append((name, index))
+        return read(name, index)
+
+    return recorded
+
+
+def plans(example: Example) -> list[tuple[Generated, LayerPlan]]:
+    """The example in several families, whole and as the second half."""
+    found = []
+    for model in {example.config.model.get("model_type", FAMILIES[0]), *FAMILIES}:
+        family = names.find_family({"model_type": model})
+        for form in family.forms:
+            try:
+                generated = generate(example, family, form, Geometry(EXPERTS, 256, 256))
+                layer = manifests.build(generated.config, generated.headers).layers.get(0)
+                ranks = [Placement(), Placement(tp_rank=1, tp_size=2)]
+                found += [(generated, plan_layer(layer, rank)) for rank in ranks if layer is not None]
+            except LancebillError:  # the family does not store this format so
+                continue
+    return found
+
+
+@pytest.mark.parametrize("fmt", sorted(registry()))
+def test_reads_are_known_before(fmt: str) -> None:
+    example = next(iter(registry()[fmt].examples()))
+    tried = plans(example)
+    assert tried
+    for generated, plan in tried:
+        seen: list[tuple[str, Index]] = []
+        load_experts(recording(generated.read, seen), plan, range(EXPERTS))
+        assert list(map(repr, reads_of_experts(plan, range(EXPERTS)))) == list(map(repr, seen))
+
+
+@pytest.fixture(name="stored")
+def stored_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Recipe]:
+    """A layer in a file, loaded as to a GPU, in slices of one expert."""
+    example = next(e for e in registry()["gptq"].examples() if e.name == "int4-g64:fp16-gptq")
+    family = names.find_family({"model_type": "qwen3_moe"})
+    generated = generate(example, family, family.forms[0], Geometry(EXPERTS, 256, 128))
+    checkpoint = Checkpoint.open(save(generated, tmp_path))
+    manifest = manifests.build(checkpoint.config, checkpoint.headers)
+    monkeypatch.setattr(DeviceReader, "asynchronous", True)
+    monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": 1})
+    return checkpoint, Recipe.make(manifest, 0, LoadOptions())
+
+
+@pytest.mark.parametrize("size", [1, 30_000, 16 << 20])
+def test_each_tensor_is_read_once(
+    stored: tuple[Checkpoint, Recipe], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "BUFFER_BYTES", size)
+    checkpoint, recipe = stored
+    seen: list[tuple[str, Index]] = []
+    got = load_layer(recording(checkpoint.read, seen), recipe.plan, recipe.layout, out=recipe.allocate())
+    assert sorted(name for name, _ in seen) == sorted(name for name in checkpoint.tensors if ".experts." in name)
+    monkeypatch.setattr(DeviceReader, "asynchronous", False)
+    want = load_layer(checkpoint.read, recipe.plan, recipe.layout, out=recipe.allocate())
+    assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
+
+
+def test_tensors_of_files_are_read_into_the_buffers(stored: tuple[Checkpoint, Recipe]) -> None:
+    checkpoint, recipe = stored
+    reads = list(reads_of_experts(recipe.plan, [0]))
+    reader = DeviceReader(checkpoint.read, CPU)
+    fetched = reader.fetch(reads)
+    with reader.using(fetched):
+        tensors = [reader(name, index) for name, index in reads]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all(same_bits(tensor, checkpoint.read(name, index)) for tensor, (name, index) in zip(tensors, reads))
+
+
+def test_an_error_of_a_thread_that_reads_names_the_expert(stored: tuple[Checkpoint, Recipe]) -> None:
+    checkpoint, recipe = stored
+    file = checkpoint.files[0]
+    last = max((info.start, name) for name, info in checkpoint.tensors.items() if ".experts.1." in name)[1]
+    with file.open("r+b") as opened:
+        opened.truncate(checkpoint.tensors[last].start + 1)
+    with pytest.raises(MalformedFile, match=r"expert 1"):
+        load_layer(checkpoint.read, recipe.plan, recipe.layout, out=recipe.allocate())
