@@ -163,17 +163,25 @@ def _first_forward(file: ResultFile) -> str:
 
 
 def _host_time(file: ResultFile) -> list[str]:
-    times: dict[str, dict[int, str]] = {}
-    rows = file.record["rows"]
-    processes = " or ".join(map(str, sorted({len(row["processes_us"]) for row in rows})))
-    for row in rows:
-        time = f"{row['host_us']:.0f} ({min(row['processes_us']):.0f}-{max(row['processes_us']):.0f})"
-        times.setdefault(f"{row['weights']} x {row['activations']}", {})[row["tokens"]] = time
-    return [
-        f"Host time of an eager call of {label} at {', '.join(map(str, by_tokens))} tokens: "
-        f"{', '.join(by_tokens.values())} µs, median (and range) of {processes} processes ({links(file.name)})."
-        for label, by_tokens in times.items()
-    ]
+    return [_host_time_of(row, file) for row in file.record["rows"]]
+
+
+def _host_time_of(row: dict[str, Any], file: ResultFile) -> str:
+    label, plain = f"{row['shape']} ({row['weights']} x {row['activations']}) at {row['tokens']} tokens", "int32, fp32"
+    others = ", ".join(
+        f"{form} {given['host_us'] - row['host_us']:+.1f} and "
+        f"{given['device_us'] - row['given'][plain]['device_us']:+.1f}"
+        for form, given in row["given"].items()
+        if form != plain
+    )
+    compiled = row["compiled"]
+    return (
+        f"Host time of an eager call of {label}: {row['host_us']:.0f} µs with {plain}; other ids and weights change "
+        f"the host's and the device's time by µs: {others}. Compiled: {compiled['alone_us']:.0f} µs for one layer, of "
+        f"which torch needs {compiled['torch_us']:.0f} for `x + 1` alone; each layer of a graph of several "
+        f"{compiled['each_us']:.0f} (eager {compiled['eager_each_us']:.0f}, replayed with `reduce-overhead` "
+        f"{compiled['replayed_each_us']:.0f}) ({links(file.name)})."
+    )
 
 
 def _routing(file: ResultFile) -> list[str]:
