@@ -84,19 +84,46 @@ def count_ordered(lines: list[str], variants: Variants) -> tuple[int, int]:
     `test_hopper_tile_order.py` proves that the ring is large enough: before the producer overwrites an entry, it waits
     for a release that comes after the entry was read.
     """
-    ordered = [is_ordered(places, variants(label, places[0].kernel).values()) for label, places in findings(lines)]
+    found = [(label, places, variants(label, places[0].kernel)) for label, places in findings(lines)]
+    possible = settle([(label, places, matching(places, texts)) for label, places, texts in found])
+    ordered = [
+        is_ordered(places, [texts[name] for name in names]) for (_, places, texts), names in zip(found, possible)
+    ]
     return sum(ordered), len(ordered) - sum(ordered)
+
+
+def matching(places: list[Place], texts: dict[str, str]) -> set[str]:
+    """The variants of the kernel that have such an access at each of the places."""
+    return {
+        name
+        for name, text in texts.items()
+        if all(p.role in SHARED and SHARED[p.role].search(instructions(text)[0].get(p.offset, "")) for p in places)
+    }
+
+
+def settle(found: list[tuple[str, list[Place], set[str]]]) -> list[set[str]]:
+    """The variants that each finding can be of. The tool reports a read of a launch once, with all its writes: a
+    variant that is the only one for a finding is none for another finding with the same read."""
+    possible = [set(names) for _, _, names in found]
+    reads = [(label, *sorted(p.offset for p in places if p.role == "Read")) for label, places, _ in found]
+    settled = set[int]()
+    while alone := [i for i, names in enumerate(possible) if len(names) == 1 and i not in settled]:
+        settled.update(alone)
+        for i, j in product(alone, range(len(found))):
+            if i != j and reads[i] == reads[j] and possible[i] != possible[j]:
+                possible[j] -= possible[i]
+    return possible
 
 
 def is_ordered(places: list[Place], texts: Iterable[str]) -> bool:
     """Whether a finding's writes and reads are ordered, in every variant of the kernel that the finding can be of."""
     if {place.role for place in places} != {"Write", "Read"} or len({place.kernel for place in places}) > 1:
         return False
-    matching = [t for t in texts if all(SHARED[p.role].search(instructions(t)[0].get(p.offset, "")) for p in places)]
+    texts = list(texts)
     stores, loads = ([place.offset for place in places if place.role == role] for role in ("Write", "Read"))
     pairs = list(product(stores, loads))
-    return bool(matching) and all(
-        ordered_by_barrier(t, *pair) or ordered_by_mbarriers(t, *pair) for t in matching for pair in pairs
+    return bool(texts) and all(
+        ordered_by_barrier(t, *pair) or ordered_by_mbarriers(t, *pair) for t in texts for pair in pairs
     )
 
 
