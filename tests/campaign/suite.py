@@ -121,13 +121,13 @@ def files_without_asserts() -> list[str]:
     return [file for file in all_files() if file.startswith(named) and not left_out.search(file)]
 
 
-def covered(folder: Path) -> dict[str, Any]:
-    """Lines and branches that all files together reached."""
+def covered(folder: Path, reports: Path) -> dict[str, Any]:
+    """Lines and branches that all files together reached. coverage's own list is written to `reports`."""
     tool, data = [sys.executable, "-m", "coverage"], f"--data-file={folder / 'all'}"
     parts = [str(path) for path in (folder / "data").iterdir()]
     subprocess.run([*tool, "combine", "-q", data, *parts], cwd=ROOT, check=True)
-    subprocess.run([*tool, "json", "-q", "-i", data, "-o", str(folder / "all.json")], cwd=ROOT, check=True)
-    report = json.loads((folder / "all.json").read_text())
+    subprocess.run([*tool, "json", "-q", "-i", data, "-o", str(reports / "coverage.json")], cwd=ROOT, check=True)
+    report = json.loads((reports / "coverage.json").read_text())
     raises = [
         site for name, each in report["files"].items() for site in raise_sites(ROOT / name, each["executed_lines"])
     ]
@@ -209,7 +209,7 @@ def main() -> None:
                 if (counts["passed"] or counts["failed"]) and not _stopped(target, outcomes):
                     tallies[target.name] = _tally(counts, outcomes, target.tests)
         if chosen.coverage:
-            details["coverage"] = covered(folder)
+            details["coverage"] = covered(folder, reports)
             totals = details["coverage"]["totals"]
             sites, reached = details["coverage"]["raises"]
             tallies["E1"] = Tally(sites, sites - reached)
