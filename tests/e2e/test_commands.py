@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 
+from lancebill.backends.cpu.native import library  # noqa: E402
 from lancebill.cli.main import app  # noqa: E402
 from lancebill.errors import UnsupportedProblem  # noqa: E402
 
@@ -90,6 +94,49 @@ def test_chat(model: Path, backend: str) -> None:
     assert done.exit_code == 0, done.output
     answers = [line for line in done.stdout.splitlines() if line.startswith("w")]
     assert [len(answer.split()) for answer in answers] == [3, 3]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Types text at a terminal, which is stdin; Ctrl-D ends it."""
+    keyboard, screen = pty.openpty()
+    with os.fdopen(screen) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        yield lambda text: os.write(keyboard, f"{text}\x04".encode())
+    os.close(keyboard)
+
+
+def test_prompts_from_a_terminal(model: Path, typed: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    typed("w1 w2\n\nw3\n")
+    app(["generate", str(model), "--max-tokens", "2", "--backend", "torch-cpu"], standalone_mode=False)
+    out, err = capsys.readouterr()
+    assert [len(line.split()) for line in out.splitlines()] == [2, 2]
+    assert "Ctrl-D ends" in err and err.count("tokens/s") == 2
+
+
+def test_a_conversation_in_a_terminal(
+    model: Path, typed: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed("w1\n\nw2\n")
+    app(["chat", str(model), "--max-tokens", "2", "--backend", "torch-cpu"], standalone_mode=False)
+    out, err = capsys.readouterr()
+    assert [len(line.split()) for line in out.replace("> ", "").splitlines()] == [2, 2, 0]
+    assert "/quit or Ctrl-D" in err and err.count("tokens/s") == 2
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+def test_an_answer_ends_at_an_end_token(model: Path, tmp_path: Path) -> None:
+    """Which is counted, and not shown."""
+    words = ["w1 w2 w3", "--max-tokens", 5, "--weights", "int8", "--json"]
+    whole = call("generate", model, *words)["answers"][0]["text"].split()
+    ended = tmp_path / "model"
+    shutil.copytree(model, ended)
+    settings = json.loads((ended / "generation_config.json").read_text())
+    last = next(word for i, word in enumerate(whole) if i and word not in whole[:i])
+    settings["eos_token_id"] = 1 + int(last.removeprefix("w"))
+    (ended / "generation_config.json").write_text(json.dumps(settings))
+    found = call("generate", ended, *words)["answers"][0]
+    assert found["text"].split() == whole[: whole.index(last)] and found["tokens"] == whole.index(last) + 1
 
 
 def test_eval_as_a_table(model: Path, tmp_path: Path) -> None:
@@ -182,6 +229,13 @@ def test_usage_errors_print_no_traceback(
         Path("unknown/config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == code and message in done.output and "Traceback" not in done.output, done.output
+
+
+def test_a_server_gets_the_options_of_the_load_test(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["bench-serve", str(model), "--engine", "transformers", "--api-key", "x", "--odd"]
+    assert app(words, standalone_mode=False) == 1
+    written = capfd.readouterr().err
+    assert "as requested" in written and "--odd" in written and "did not start" in written
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")

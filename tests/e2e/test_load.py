@@ -24,9 +24,11 @@ FIRST, GAP = 0.05, 0.02
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Streams `max_tokens` words; answers 503 to prompts whose first word is in `refused`."""
+    """Streams `max_tokens` words; answers 503 to prompts whose first word is in `refused`, and to others' keys."""
 
     refused: tuple[str, ...] = ()
+    key: str | None = None
+    counts = False  # whether the last event says how many tokens there were: two in each word
 
     def do_GET(self) -> None:
         self._head(200)
@@ -35,7 +37,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["messages"][0]["content"].split()[0] in self.refused:
+        right = self.key is None or self.headers["Authorization"] == f"Bearer {self.key}"
+        if not right or body["messages"][0]["content"].split()[0] in self.refused:
             self._head(503)
             return
         self._head(200)
@@ -43,6 +46,8 @@ class Answers(BaseHTTPRequestHandler):
             time.sleep(GAP if index else FIRST)
             self._event({"choices": [{"delta": {"content": "word "}}]})
         self._event({"choices": [{"delta": {}}]})
+        if self.counts:
+            self._event({"choices": [], "usage": {"completion_tokens": 2 * body["max_tokens"]}})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _head(self, status: int) -> None:
@@ -133,6 +138,24 @@ def test_the_command_prints_the_measurements(url: str) -> None:
     for more in ([], ["--json"]):
         done = CliRunner().invoke(app, [*words, *more])
         assert done.exit_code == 0 and "words" in done.output, done.output
+
+
+def test_the_command_names_failures_and_leaves_out_what_was_not_measured(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answers, "key", "mine")
+    words = ["bench-serve", url, "--num-prompts", "1", "--output-len", "1"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and "1 failed: status 503" in done.output and "time to first" not in done.output
+    done = CliRunner().invoke(app, [*words, "--api-key", "mine"])
+    assert done.exit_code == 0 and "time to first token" in done.output
+    assert "inter token latency" not in done.output  # one token has no neighbour
+
+
+def test_the_server_counts_tokens_if_it_can(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "counts", True)
+    found = run_load(url, Load(input_len=1, output_len=2, prompts=1, concurrency=1))
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(4)
 
 
 def test_percentiles_use_the_nearest_rank() -> None:

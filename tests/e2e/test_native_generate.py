@@ -19,7 +19,9 @@ import tiny  # noqa: E402
 from lancebill import from_pretrained  # noqa: E402
 from lancebill.backends.cpu.native import library  # noqa: E402
 from lancebill.integrations.transformers import decode_cache  # noqa: E402
+from lancebill.integrations.transformers.decode_cache import DecodeCache  # noqa: E402
 from lancebill.integrations.transformers.native_decoder import NativeDecoder  # noqa: E402
+from lancebill.integrations.transformers.native_steps import NativeSteps, SharedDecoder  # noqa: E402
 from lancebill.integrations.transformers.packed_experts import packed_experts  # noqa: E402
 from lancebill.integrations.transformers.pretrained import reload_experts  # noqa: E402
 
@@ -139,6 +141,8 @@ def test_streamers_and_stopping_criteria(tmp_path: Path, steps: list[int]) -> No
         ({"return_dict_in_generate": True}, "returns the cache"),
         ({"use_cache": False}, "use_cache"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "mask"),
+        ({"output_router_logits": True}, "the model takes output_router_logits"),
+        ({"position_ids": torch.arange(3, 10).unsqueeze(0)}, "positions that do not count the tokens"),
     ],
 )
 def test_what_steps_do_not_serve_is_done_by_transformers(
@@ -187,3 +191,43 @@ def test_wrong_steps_are_noticed(tmp_path: Path, steps: list[int], monkeypatch: 
     found = generate(model, **SAMPLED)
     assert len(steps) == 1 and "other logits" in str(model.lancebill_decoding)
     assert torch.equal(found, generate(model, disable_compile=True, **SAMPLED))
+
+
+def test_a_cache_of_another_type_is_left_to_transformers(tmp_path: Path, steps: list[int]) -> None:
+    model = load("mixtral", tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = generate(model)
+        assert not steps and "keys and values of other sizes or types" in str(model.lancebill_decoding)
+        assert torch.equal(found, generate(model, disable_compile=True))
+
+
+def test_a_model_that_changes_while_it_generates(tmp_path: Path, steps: list[int]) -> None:
+    """Its other backend has no native steps; another call of `generate` notices that."""
+    model = load("mixtral", tmp_path)
+    expected = generate(model)
+
+    def change(ids: Tensor, scores: Any) -> Tensor:
+        if ids.shape[1] == 10:
+            reload_experts(model, backend="torch-cpu")
+            steps.clear()
+            assert torch.equal(generate(model, max_new_tokens=3), expected[:, :10])
+        return torch.tensor([False])
+
+    assert torch.equal(generate(model, stopping_criteria=[change]), expected)
+    assert not steps and "the model has changed" in str(model.lancebill_decoding)
+
+
+def test_steps_without_positions_are_the_models_own(tmp_path: Path, steps: list[int]) -> None:
+    model = load("mixtral", tmp_path)
+    generate(model)
+    steps.clear()
+    cache, ids = DecodeCache(2, 8, model.device), torch.tensor([[5, 6, 7]])
+    native = NativeSteps(cache, model.lancebill_decoding.native)
+    found = native.run(model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
+    assert not steps and native.refused is not None and "positions" in native.refused.text
+    torch.testing.assert_close(found.logits, model(ids).logits)
+
+
+def test_right_steps_are_proven_though_the_decoder_is_gone() -> None:
+    shared, logits = SharedDecoder(), torch.randn(1, 9)
+    assert shared.prove(logits, logits, 1.0, 1.0) is None and shared.proven

@@ -206,6 +206,7 @@ def test_a_failed_capture_leaves_the_tokens_as_they_are(caplog: pytest.LogCaptur
     assert reason.code == "capture" and "not permitted" in str(reason) and "and more" not in str(reason)
     assert "without CUDA graphs" in caplog.text
     assert torch.equal(found, generate(model, disable_compile=True))
+    assert torch.equal(found, generate(model)) and model.lancebill_decoding.reason == reason  # it is not tried again
 
 
 def test_python_that_depends_on_the_position_is_found_out() -> None:
@@ -225,11 +226,50 @@ def test_python_that_depends_on_the_position_is_found_out() -> None:
 def test_a_busy_cache_is_not_shared() -> None:
     model = make_model()
     decoding = model.lancebill_decoding
-    assert isinstance(decoding.begin(model, 1, 20), decode_cache.DecodeCache)
-    busy = decoding.begin(model, 1, 20)
-    assert not isinstance(busy, decode_cache.DecodeCache) and busy.code == "busy"
-    decoding.end()
+    with decoding.call():
+        assert isinstance(decoding.begin(model, 1, 20), decode_cache.DecodeCache)
+        busy = decoding.begin(model, 1, 20)
+        assert not isinstance(busy, decode_cache.DecodeCache) and busy.code == "busy"
     check_equal(model)
+
+
+def test_a_streamer_may_generate_too() -> None:
+    """In the same thread, with another batch size: both calls have graphs."""
+    model = make_model()
+    expected, inner = generate(model), list[Tensor]()
+
+    class Streamer:
+        def put(self, tokens: Tensor) -> None:
+            inner.append(generate(model, 2, tokens=3))
+
+        def end(self) -> None:
+            pass
+
+    assert torch.equal(generate(model, streamer=Streamer()), expected)
+    assert model.lancebill_decoding.reason is None
+    assert all(torch.equal(found, generate(model, 2, tokens=3, disable_compile=True)) for found in inner)
+
+
+def test_few_batch_sizes_are_kept() -> None:
+    model = make_model()
+    for batch in range(1, 7):
+        check_equal(model, batch, tokens=2)
+    use_graphs(model, TapeRecorder)  # again: the class is the same, the graphs are new
+    assert str(model.lancebill_decoding) == "0 CUDA graphs"
+    for batch in range(1, 7):
+        generate(model, batch, tokens=2)
+    assert str(model.lancebill_decoding) == "4 CUDA graphs" and list(model.lancebill_decoding._kept) == [3, 4, 5, 6]
+
+
+def test_a_model_with_an_encoder_keeps_its_own_cache() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
+    use_graphs(model, TapeRecorder)
+    ids = torch.tensor([[5, 6, 7]])
+    found = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    assert "a cache of its own" in str(model.lancebill_decoding)
+    assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, disable_compile=True))
 
 
 def test_nothing_is_collected_during_a_capture() -> None:

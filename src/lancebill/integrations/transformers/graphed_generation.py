@@ -8,7 +8,8 @@ compiled forward where the cache allows that. Here the model answers with a `Dec
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from threading import Lock, local
 from typing import Any, Protocol
 
@@ -106,13 +107,21 @@ class Decoding:
         steps = self._local.steps = NativeSteps(_new_cache(model, tokens), shared)
         return steps.cache
 
-    def end(self) -> None:
-        """The sequences that this thread began are complete, if it began any."""
-        steps, self._local.steps = self._local.steps, None
-        if steps is not None:
-            steps.busy, self.reason = False, None
-            if steps.refused is not None:
-                self.refuse(steps.refused)
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call of `generate`. It may be made inside another one in this thread, by a streamer for example."""
+        outer, self._local.steps = self._local.steps, None
+        try:
+            yield
+        finally:
+            steps, self._local.steps = self._local.steps, outer
+            if steps is not None:
+                self._end(steps)
+
+    def _end(self, steps: Steps) -> None:
+        steps.busy, self.reason = False, None
+        if steps.refused is not None:
+            self.refuse(steps.refused)
 
     def refuse(self, reason: Reason) -> None:
         """A call decodes in transformers' own way."""
@@ -145,10 +154,8 @@ class GraphedGeneration:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
-        try:
+        with self.lancebill_decoding.call():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.lancebill_decoding.end()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,

@@ -169,7 +169,7 @@ def _kinds(cache: DecodeCache) -> list[tuple[int, int, int, torch.dtype]]:
     return [
         (index, layer.keys.shape[1], layer.keys.shape[3], layer.keys.dtype)
         for index, layer in enumerate(cache.layers)
-        if layer.keys.shape == layer.values.shape
+        if layer.keys.shape == layer.values.shape and layer.keys.dtype == layer.values.dtype
     ]
 
 
