@@ -175,9 +175,7 @@ def table(*columns: str) -> Table:
 
 def size(count: int) -> str:
     """A number of bytes with its unit: 1.50 kB."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+    if count < 1000:
+        return f"{count:.0f} B"
+    power = next((power for power in (1, 2, 3) if count < 1000 ** (power + 1)), 4)
+    return f"{count / 1000**power:.2f} {'kMGT'[power - 1]}B"

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lancebill.backends.hopper.shipped import shipped
-from lancebill.cli.kernels import _require_all
+from lancebill.cli.kernels import SHOWN, _require_all
 from lancebill.cli.main import app
 from lancebill.errors import CompileError
 from lancebill.jit import build as builder
@@ -51,6 +51,10 @@ def test_verify_finds_damaged_kernels(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert call("verify", "--folder", folder, "--json", code=1)["damaged"] == [str(path)]
     assert "rebuilt" in call("verify", "--folder", folder, code=1)
+    for i in range(SHOWN):
+        (folder / f"{i}{SUFFIX}").touch(0o600)
+    text = call("verify", "--folder", folder, code=1)
+    assert text.count("damaged:") == SHOWN and "... and 1 more (all of them with --json)\n2 kernels intact" in text
     folder.chmod(0o777)
     assert call("verify", "--folder", folder, "--json", code=1)["error"]["error"] == "CacheError"
 
