@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.errors import SpecError
+from lancebill.layer.report import LoadReports
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16, CODEBOOK, F16, F32
 from lancebill.numbers.random_weight import random_weight
@@ -75,6 +77,33 @@ def test_random_layers_compute_and_depend_on_the_seed(fmt: str, family: str) -> 
     assert layer.problem.w13.bias == (family == "gpt_oss")
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "roles"),
+    [
+        ("inkling", {}, set()),
+        ("gemma4", {}, {"scale"}),
+        ("deepseek_v3", {}, {"correction"}),
+        ("deepseek_v4", {"num_hash_layers": 1, "vocab_size": 64}, {"table"}),
+    ],
+)
+def test_a_random_router_has_what_its_routing_needs(family: str, more: dict[str, int], roles: set[str]) -> None:
+    config = make_checkpoint("dense", "bf16", family=family).config
+    layer = RoutedExperts.random(replace(config, model={**config.model, **more}), 0)
+    tensors = dict(layer.named_buffers()) | dict(layer.named_parameters())
+    found = {role for role in ("bias", "correction", "scale", "table") if any(role in name for name in tensors)}
+    assert found == roles, list(tensors)
+
+
+def test_static_scales_fit_inputs_of_variance_one() -> None:
+    config = make_checkpoint("fp8", "tensor-static").config
+    x, ids, weights = make_inputs()
+    found, expected = (
+        RoutedExperts.random(config, 0, seed=3, activations=activations)(x, topk_ids=ids, topk_weights=weights).float()
+        for activations in ("checkpoint", "bf16")
+    )
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.2
+
+
 def test_ranks_agree_on_random_experts() -> None:
     config = make_checkpoint("fp8").config
     x, ids, weights = make_inputs()
@@ -91,6 +120,9 @@ def test_a_model_is_filled_and_later_refitted() -> None:
     experts = ModelExperts(made.config, layers=[0, 1], progress=done.append)
     layers = experts.fill_random(seed=5)
     assert sorted(layers) == [0, 1] and experts.settled
+    reports = LoadReports(layer.report for layer in layers.values() if layer.report is not None)
+    head, row = str(reports).splitlines()
+    assert head.startswith("layers  experts") and row.startswith("0-1     4        bf16")
     assert sum(done) == sum(layer.report.bytes for layer in layers.values() if layer.report is not None)
     with pytest.raises(SpecError, match="layers"):
         ModelExperts(made.config).fill_random()

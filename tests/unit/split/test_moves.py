@@ -204,6 +204,51 @@ def test_a_failed_move_is_told_once_and_the_layer_computes(
         assert moves.step() == 0, "experts stay where they are"
 
 
+def test_a_place_that_a_failed_move_left_empty_is_filled_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a copy of the layer: in the layer itself nothing moves any more, and a refit leaves the place empty."""
+    whole, split, given = _load(folder, gpu_experts=4), _load(folder), _inputs(0, 2, 3)
+    _run(split, given)
+    with monkeypatch.context() as broken, pytest.raises(LaunchError, match="no memory"):
+        broken.setattr(moving, "repack", lambda *given: (_ for _ in ()).throw(RuntimeError("no memory")))
+        _moves(split).step()
+    _moves(split).refill()
+    assert _moves(split).held == Residency((0, -1))
+    copies: list[RoutedExperts] = [copy.deepcopy(split) for _ in range(2)]
+    for copied in copies:
+        assert torch.equal(_run(copied, given), _run(whole, given))
+    assert _moves(copies[0]).step() == 2 and set(_moves(copies[0]).held.experts) == {2, 3}
+    monkeypatch.setattr(moving, "LIMIT_S", 0.01)
+    moves = _moves(copies[1])
+    with moves.call(Indexed(given[1], given[2], split.expert_map)), pytest.raises(LaunchError, match="not ended"):
+        moves.step()
+    assert moves.held == Residency((0, -1))
+    assert torch.equal(_run(copies[0], given), _run(whole, given))
+
+
+def test_what_does_not_pay_stays_where_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = _load(folder)
+    monkeypatch.setattr(moving, "break_even", lambda share, rates: 1.01)
+    _run(split, _inputs(0, 2, 3))
+    assert _moves(split).step() == 0 and _moves(split).held == Residency((0, 1))
+
+
+def test_other_layers_have_their_turn_between_moves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "MOST", 1)
+    split = _load(folder)
+    _run(split, _inputs(0, 2, 3))
+    assert [_moves(split).step() for _ in range(3)] == [1, 1, 0]
+    assert set(_moves(split).held.experts) == {2, 3}
+
+
+def test_experts_stay_when_a_layer_gets_another_executor(folder: Path) -> None:
+    split, given = _load(folder), _inputs(0, 2, 3)
+    want = _run(split, given)
+    assert not Moves(split).restore(), "no call has begun: nothing can have moved"
+    assert _moves(split).step() == 2
+    split.adopt(split.choice, split.packed)
+    assert torch.equal(_run(split, given), want) and set(_moves(split).held.experts) == {2, 3}
+
+
 def test_refits_while_experts_move(folder: Path, tmp_path: Path) -> None:
     split = _load(folder)
     pairs = [_inputs(seed, *pair) for seed, pair in enumerate([(0, 1), (3, 2), (1, 2), (3, 0)])]
