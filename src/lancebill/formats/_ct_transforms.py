@@ -109,8 +109,6 @@ def _all_columns(scheme: Scheme, config: Config, module: Module) -> int:
 
 def write_rotation(block: int, ignore: Sequence[str]) -> dict[str, Any]:
     """The section for matrices that were rotated, and inputs that must be, in blocks of `block` columns."""
-    if not block:
-        return {}
     places = [
         {"targets": ["Linear"], "location": location, "inverse": location != INPUT, "ignore": list(ignore)}
         for location in (INPUT, OFFLINE[0])

@@ -23,10 +23,8 @@ class Reuse:
     def depth(self, share: float) -> int:
         """The depth below which this share of uses lies; between known points it grows linearly."""
         points = [(0, 0.0), *self.hits, (self.experts, 1.0)]
-        for (low, before), (high, after) in pairwise(points):
-            if share <= after:
-                return low + int((high - low) * (share - before) / (after - before))
-        return self.experts - 1
+        (low, before), (high, after) = next(pair for pair in pairwise(points) if share <= pair[1][1])
+        return low + int((high - low) * (share - before) / (after - before))
 
 
 # Public measurements: 512 experts (llama.cpp), and Qwen3-30B's 128, half of whose uses come again within two tokens.

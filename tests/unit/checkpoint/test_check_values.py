@@ -135,6 +135,20 @@ def test_a_zero_scale_over_zero_codes_is_fine() -> None:
     assert check_projection(made).problems == ()
 
 
+def test_equal_scales_are_suspicious_unless_the_weights_are_zero() -> None:
+    made = generate_for(find_example("fp8", "channel-dynamic"))
+    made.tensors[f"{HOME}.up_proj.weight_scale"].fill_(0.5)
+    assert ["all blocks have the same" in warning.what for warning in check_projection(made).warnings] == [True]
+    made.tensors[f"{HOME}.up_proj.weight"].view(torch.uint8).zero_()
+    assert check_projection(made).warnings == ()
+
+
+def test_a_zero_point_of_inputs_may_be_zero() -> None:
+    made = generate_for(find_example("quark", "int8-tensor"))
+    made.tensors |= {f"{HOME}.up_proj.input_zero_point": torch.tensor(0, dtype=torch.int8)}
+    assert check_projection(made).problems == ()
+
+
 def test_a_negative_scale_is_a_note_and_only_for_float_codes() -> None:
     floats = generate_for(find_example("fp8", "channel-dynamic"))
     set_negative(floats.tensors[f"{HOME}.up_proj.weight_scale"])

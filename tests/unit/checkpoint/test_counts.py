@@ -110,6 +110,12 @@ HEADERS: dict[str, tuple[Generated, dict[str, Any], Callable[[dict[str, Stored]]
         lambda headers: headers.update({n: replace(h, shape=(1 << 60, *h.shape[1:])) for n, h in headers.items()}),
         "too many experts",
     ),
+    "neither sizes nor matrices": (
+        EACH,
+        {"hidden_size": None, "moe_intermediate_size": None},
+        lambda headers: headers.update({n: replace(h, shape=(64, 4, 256)) for n, h in headers.items()}),
+        "follows neither from the config nor from the tensors",
+    ),
     "no tensor of layer 0": (EACH, {}, _drop("model.layers.0."), "layer 0: there are no tensors at all"),
     "a router without experts": (EACH, {}, _add("model.layers.7.mlp.gate.weight"), "layer 7: the layer has a router"),
 }  # fmt: skip
@@ -160,3 +166,25 @@ def test_a_config_alone_must_state_the_sizes() -> None:
     model = {key: value for key, value in EACH.config.model.items() if key != "hidden_size"}
     with pytest.raises(MissingTensor, match="does not state the size"):
         expected_headers(replace(EACH.config, model=model), names.find_family(model), 0)
+
+
+@pytest.mark.parametrize("row", names.TABLE, ids=lambda row: row.family)
+def test_the_layer_of_a_config_alone_is_a_sound_one(row: names.Naming) -> None:
+    """For every family: transposed, flat, stacked and single experts."""
+    dense = next(e for e in registry()["dense"].examples() if e.name == "bf16")
+    config = generate(dense, row, row.forms[0], replace(SIZE, layers=1)).config
+    headers = expected_headers(config, row, 0)
+    assert headers and not manifests.build(config, headers, row).problems
+
+
+def test_experts_that_do_nothing_may_have_rows() -> None:
+    """As transformers writes LongCat: nothing reads them."""
+    row = names.find_family({"model_type": "longcat_flash"})
+    stacked = next(form for form in row.forms if form.stacked)
+    dense = next(e for e in registry()["dense"].examples() if e.name == "bf16")
+    made = generate(dense, row, stacked, SIZE)
+    config = replace(made.config, model={**made.config.model, "zero_expert_num": 2})
+    wider = {name: replace(h, shape=(h.shape[0] + 2, *h.shape[1:])) for name, h in made.headers.items()}
+    assert all(not manifests.build(config, headers, row).problems for headers in (made.headers, wider))
+    without = replace(config, model={**config.model, "zero_expert_num": 0})
+    assert manifests.build(without, wider, row).problems

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conversion import find_example, find_row
 
-from lancebill.checkpoint.resolve.other_modules import OtherModule, find_module
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.other_modules import OtherModule, find_module, quantized_modules
 from lancebill.checkpoint.write.rest import RestModule
 from lancebill.errors import CannotEncode, LancebillError, MissingTensor, UnsupportedFormat, WrongShape
 from lancebill.formats.stored import Stored
@@ -54,3 +56,23 @@ def test_modules_whose_inputs_change_cannot_be_saved(fmt: str, example: str, mes
     module = _found(_made(fmt, example))
     with pytest.raises(CannotEncode, match=message):
         RestModule(module, module.scheme.spec, torch.bfloat16).check()
+
+
+@pytest.mark.parametrize(("fmt", "example"), [("bitsandbytes", "nf4"), ("compressed-tensors", "pack-quantized-int4")])
+def test_a_stored_size_is_that_of_the_module(fmt: str, example: str) -> None:
+    module = _found(_made(fmt, example))
+    assert (module.n, module.k) == (128, 128)
+
+
+def test_settings_that_the_format_refuses_matter_only_to_quantised_modules() -> None:
+    made, query = _made("mlx", "4-bit-BF16"), "model.layers.0.self_attn.q_proj"
+    config = replace(made.config, quant={**made.config.quant, query: {"unheard": 1}})
+
+    def found(tensors: dict[str, torch.Tensor]) -> list[OtherModule]:
+        whole = replace(made, config=config, tensors={**made.tensors, **tensors})
+        return quantized_modules(manifests.build(config, whole.headers), whole.headers, whole.read)
+
+    assert not found({f"{query}.weight": torch.ones(128, 128)})
+    stored = {suffix: made.tensors[f"{NAME}.{suffix}"] for suffix in ("weight", "scales", "biases")}
+    with pytest.raises(UnsupportedFormat, match="unknown keys"):
+        found({f"{query}.{suffix}": tensor for suffix, tensor in stored.items()})

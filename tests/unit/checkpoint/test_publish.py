@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -99,3 +101,41 @@ def test_a_folder_that_is_gone_is_not_published(tmp_path: Path) -> None:
         hidden.publish(tmp_path / "out")
     hidden.remove()
     assert Checkpoint.open(tmp_path / "out").read("a").sum() == 2
+
+
+def test_a_folder_that_another_writer_cleans_up_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its creation and its lock, or just after."""
+    lock, seen = publish._lock, list[Path]()
+
+    def late(folder: Path) -> int | None:
+        seen.append(folder)
+        if len(seen) == 1:
+            folder.rmdir()
+        descriptor = lock(folder)
+        if len(seen) == 2:
+            folder.rmdir()
+        return descriptor
+
+    monkeypatch.setattr(publish, "_lock", late)
+    _write(tmp_path / "out", 4.0)
+    assert len(set(seen)) == 3 and [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert Checkpoint.open(tmp_path / "out").read("a").sum() == 8
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    left = tmp_path / ".out.0123456789ab.partial"
+    left.mkdir()
+    _write(tmp_path / "out", 1.0)
+    _write(tmp_path / "out", 2.0)
+    assert left.exists() and Checkpoint.open(tmp_path / "out").read("a").sum() == 4
+
+
+def test_folders_that_cannot_be_exchanged(tmp_path: Path) -> None:
+    """The kernel refuses a folder and one inside it."""
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    assert not publish._exchange(tmp_path / "outer", inner) and inner.exists()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, UnsupportedFormat
-from lancebill.formats import detect, hqq, humming, int8, torchao, w4afp8
+from lancebill.formats import detect, hqq, humming, int8, quanto, torchao, w4afp8
+from lancebill.formats._plain import plain_scheme
 from lancebill.formats.base import Config, Format, Module, Scheme
 from lancebill.formats.stored import DTYPE_NAMES, Stored
-from lancebill.numbers.codec import dequantize
-from lancebill.numbers.spec_names import parse_activation
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 NAME = "model.layers.0.mlp.experts.3.up_proj"
 N, K = 6, 256
@@ -69,6 +70,36 @@ def test_w4afp8_columns_share_bytes() -> None:
     assert torch.equal(got, codes.float() * scale.repeat_interleave(128, 1))
     _, config, module = resolve(w4afp8.FORMAT, {"quant_method": "w4afp8"}, tensors)
     assert w4afp8.FORMAT.activations(config, module) == parse_activation("fp8-static")
+
+
+def test_w4afp8_modules_without_scales_are_dense() -> None:
+    _, config, module = resolve(w4afp8.FORMAT, {"quant_method": "w4afp8"}, {".weight": torch.ones(N, K).bfloat16()})
+    assert w4afp8.FORMAT.activations(config, module) is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "spec"),
+    [
+        ({}, "bf16"),
+        ({quanto.PACKED: Stored("U8", (64, 64)), quanto.SCALE: Stored("BF16", (128,))}, "uint4-g128"),
+        ({quanto.PACKED: Stored("U8", (64, 60)), quanto.SCALE: Stored("BF16", (128, 1))}, "uint4-g128"),
+        ({quanto.PACKED: Stored("U8", (64, 64)), quanto.SCALE: Stored("BF16", (128, 1))}, "uint4-g64"),
+        ({quanto.PACKED: Stored("U8", (32, 64)), quanto.SCALE: Stored("BF16", (128, 1))}, "uint2-g64"),
+    ],
+)
+def test_quanto_reads_bits_and_groups_from_the_headers(stored: dict[str, Stored], spec: str) -> None:
+    """Headers that cannot be right get the usual group: the loader reports what is wrong with them."""
+    config = Config(quant={"quant_method": "quanto"}, method="quanto")
+    assert str(quanto.FORMAT.scheme(config, Module(NAME, stored)).spec).startswith(spec)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["int4-g32-zp", "mxfp4", "nvfp4", "int2-g64"])
+def test_one_tensor_for_each_level(name: str, packed: bool) -> None:
+    """As `from_tensors` takes them; written and read again."""
+    scheme = plain_scheme(parse_spec(name), packed=packed)
+    weight = quantize(torch.randn(N, 256), scheme.spec)
+    assert scheme.decode(scheme.encode(weight), N, 256).equals(weight)
 
 
 def test_torchao_int4_adds_its_zero_point() -> None:

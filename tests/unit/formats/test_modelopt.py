@@ -233,6 +233,21 @@ def test_config_groups() -> None:
     assert inputs == [parse_activation(n) if n else None for n in ("nvfp4", None, "fp8-static", "fp8", "mxfp8")]
 
 
+@pytest.mark.parametrize(
+    ("weights", "inputs", "spec"),
+    [
+        ({"type": "int", "num_bits": 4, "group_size": 128}, None, "int4-g128"),
+        ({"type": "int", "num_bits": 8}, None, "int8-channel"),
+        ({"type": "int", "num_bits": 8}, {"num_bits": 8}, "int8-channel"),
+    ],
+)
+def test_config_groups_of_integers(weights: dict[str, Any], inputs: dict[str, Any] | None, spec: str) -> None:
+    groups = {"g": {"weights": weights, "input_activations": inputs, "targets": ["model.layers.0.*"]}}
+    config = _config(None, config_groups=groups)
+    assert str(_spec(config, "model.layers.0.mlp.experts.0.up_proj")).startswith(spec.removesuffix("-channel"))
+    assert _spec(config, "model.layers.1.mlp.experts.0.up_proj") == DENSE_BF16  # no group names it
+
+
 def test_static_activations_need_a_stored_scale() -> None:
     for algo, name in (("FP8", "fp8-static"), ("NVFP4", "nvfp4"), ("NVFP4_AWQ", "nvfp4")):
         measured = Module(EXPERT, _headers(input_scale=torch.tensor(1.0)))

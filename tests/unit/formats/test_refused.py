@@ -175,3 +175,7 @@ def test_an_entry_point_that_names_no_format(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UnsupportedFormat, match="must name a Format"):
         formats.registry()
+    (tmp_path / "twin_format.py").write_text(TWIN.format(name="twin"))
+    (installed / "entry_points.txt").write_text(f"[{formats.ENTRY_POINTS}]\ntwin = twin_format:FORMAT\n")
+    formats.registry.cache_clear()
+    assert formats.registry()["twin"].name == "twin"

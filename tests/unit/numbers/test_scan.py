@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lancebill.numbers.scan import all_finite, contains_any
+from lancebill.numbers import native
+from lancebill.numbers.dtypes import F32
+from lancebill.numbers.scan import Extent, all_finite, contains_any, extent
 
 
 def test_every_code_is_found() -> None:
@@ -26,6 +28,17 @@ def test_every_exponent_is_judged_as_by_torch(dtype: torch.dtype) -> None:
     assert all_finite(numbers[finite]) and not all_finite(numbers) and all_finite(numbers[:0])
     for number in numbers[~finite][::37]:
         assert not all_finite(torch.stack([numbers[0], number, numbers[1]]))
+
+
+def test_nothing_has_no_extent() -> None:
+    assert extent(F32, torch.empty(0)) == Extent(0.0, 0.0)
+
+
+def test_torch_finds_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    test_every_code_is_found()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        test_every_exponent_is_judged_as_by_torch(dtype)
 
 
 def test_integers_are_finite() -> None:

@@ -162,6 +162,7 @@ def test_equality_is_by_bits() -> None:
         assert not weight.equals(replace(weight, bias=None))
         assert not weight.equals(replace(weight, perm=None))
         assert not weight.equals(with_inputs(weight, input_scale=torch.tensor(1.0)))
+    assert not weight.equals(replace(weight, bias=weight.bias.half()))  # the same numbers, if they are zeros
     zero, minus = (LogicalWeight(SPECS["fp32"], torch.full((1, 1), v)) for v in (0.0, -0.0))
     assert not zero.equals(minus)
     nan = LogicalWeight(SPECS["fp32"], torch.full((1, 1), torch.nan))

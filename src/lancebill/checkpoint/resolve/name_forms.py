@@ -184,11 +184,12 @@ class Router:
         return next((int(match["layer"]) for match in matches if match is not None), None)
 
     def gate_part(self, name: str) -> int | None:
-        """The layer whose gate has a part with this name, its matrix or what a quantised one is stored as."""
+        """The layer whose gate has a part with this name, its matrix or what a quantised one is stored as.
+
+        For names that `claim` does not know.
+        """
         if not self.quantizable:
             return self.gate_layer(name)
-        if self.claim(name) is not None:
-            return None
         matches = (pattern.fullmatch(name) for pattern in self._gate_parts)
         return next((int(match["layer"]) for match in matches if match is not None), None)
 
