@@ -108,7 +108,7 @@ class QuantizedLinear(PackedModule):
         if rows.shape[0]:
             self.executor.run_linear(rows, out)
             self.executor.prepare_linear_call(x.detach())
-        return without_gradient(out.view(*x.shape[:-1], -1), x)
+        return without_gradient(out.view(*x.shape[:-1], self.problem.w13.n), x)
 
     # What code that was written for `nn.Linear` may ask for.
 

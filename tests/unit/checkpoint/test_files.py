@@ -279,12 +279,23 @@ def gguf_tensors() -> dict[str, tuple[str, Tensor]]:
     return blocks | plain
 
 
+@pytest.mark.parametrize(("further", "layers"), [(1, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}), (3, {})])
+def test_layers_that_predict_further_tokens_are_counted_apart(
+    further: int, layers: dict[str, int], tmp_path: Path
+) -> None:
+    metadata = {**GGUF_META, "qwen3moe.block_count": 3, "qwen3moe.nextn_predict_layers": further}
+    write_gguf(tmp_path / "x.gguf", metadata, gguf_tensors())
+    model = Checkpoint.open(tmp_path / "x.gguf").config.model
+    assert model["num_hidden_layers"] == layers.get("num_hidden_layers", 3)
+    assert model.get("num_nextn_predict_layers") == layers.get("num_nextn_predict_layers")
+
+
 @pytest.mark.parametrize("alignment", [None, 8, 256])
 def test_written_gguf_files_are_read_by_the_library_and_by_us(tmp_path: Path, alignment: int | None) -> None:
     tensors, path = gguf_tensors(), tmp_path / "x.gguf"
     metadata: dict[str, Any] = {
         **GGUF_META, "a.text": "é", "a.flag": True, "a.minus": -3, "a.big": 1 << 40, "a.float": 2.5,
-        "a.list": [1, 2, 3], "tokenizer.ggml.tokens": ["a", "bé", ""] * 1000,
+        "a.list": [1, 2, 3], "a.long": [*range(2000)], "tokenizer.ggml.tokens": ["a", "bé", ""] * 1000,
     }  # fmt: skip
     if alignment is not None:
         metadata["general.alignment"] = alignment

@@ -19,7 +19,7 @@ from lancebill.formats.base import Example
 from lancebill.layer.from_tensors import INTERLEAVED, ROW_ORDERS, UP_GATE
 from lancebill.layer.parts import pull
 from lancebill.numbers.bit_packing import pack_bits
-from lancebill.numbers.spec import TENSOR
+from lancebill.numbers.spec import FP8_TENSOR, TENSOR
 from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.conformance import all_examples
@@ -115,6 +115,18 @@ def test_every_spec_equals_its_checkpoint() -> None:
         _assert_same(layer, want, (name, rows, packed))
         assert layer.report is not None and want.report is not None
         assert layer.report.kept == want.report.kept and layer.report.bytes == want.report.bytes
+
+
+def test_gate_and_up_may_share_one_number() -> None:
+    example = next(e for e in registry()["fp8"].examples() if e.scheme.spec == FP8_TENSOR)
+    made = _generate(example)
+    w13, w2 = _w13(made, UP_GATE, False), _w2(made, False)
+    one = w13.scales[0][:, :1]
+    alone, both = (
+        RoutedExperts.from_tensors(replace(w13, scales=(scale,)), w2, FP8_TENSOR, rows=UP_GATE, top_k=2)
+        for scale in (one, one.expand(-1, 2).contiguous())
+    )
+    _assert_same(alone, both, "one scale of both")
 
 
 def test_an_engine_with_its_own_share_gives_an_expert_map() -> None:

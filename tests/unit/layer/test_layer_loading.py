@@ -212,3 +212,7 @@ def test_quantized_linear_loads_any_module_by_name(tmp_path: Path) -> None:
     x = torch.randn(2, 5, SIZE.intermediate)
     want = x @ dequantize(made.weights[1, 3, "down"]).t()
     torch.testing.assert_close(linear(x), want, rtol=1e-5, atol=1e-4)
+    assert linear(x[:, :0]).shape == (2, 0, SIZE.hidden)
+    rounded = QuantizedLinear.from_checkpoint(tmp_path / "m", name, weights="int8", activations="fp32")
+    assert str(rounded.problem.w13.spec).startswith("int8")
+    assert 0 < float((rounded(x) - want).norm() / want.norm()) < 0.02

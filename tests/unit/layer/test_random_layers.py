@@ -94,6 +94,16 @@ def test_a_random_router_has_what_its_routing_needs(family: str, more: dict[str,
     assert found == roles, list(tensors)
 
 
+def test_a_router_may_scale_its_experts() -> None:
+    layer = RoutedExperts.random(make_checkpoint("dense", "bf16", family="gemma4").config, 0)
+    x, logits = make_inputs()[0], torch.randn(9, 4)
+    plain = layer.route(x, logits)
+    layer.router_scale.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    scaled = layer.route(x, logits)
+    assert torch.equal(scaled.ids, plain.ids)
+    assert torch.equal(scaled.weights, plain.weights * (1.0 + plain.ids))
+
+
 def test_static_scales_fit_inputs_of_variance_one() -> None:
     config = make_checkpoint("fp8", "tensor-static").config
     x, ids, weights = make_inputs()

@@ -75,6 +75,11 @@ def test_equal_shapes_can_have_different_activations() -> None:
     assert inputs == [ACTIVATIONS["int8"], ACTIVATIONS["bf16"]]
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_no_rows_stay_none(name: str) -> None:
+    assert round_activations(torch.empty(0, 64), ACTIVATIONS[name]).shape == (0, 64)
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "nvfp4", "mxfp8"])
 def test_a_non_finite_row_does_not_affect_other_rows(name: str) -> None:
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
