@@ -66,6 +66,10 @@ def test_batched_windows_give_the_same_losses(length: int, window: int, stride: 
     assert max(map(len, batches(windows(50, 8, 8), 3))) == 3
 
 
+def test_no_windows_have_no_batches() -> None:
+    assert list(batches([], 4)) == []
+
+
 def test_invalid_windows_are_refused() -> None:
     with pytest.raises(SpecError, match="stride"):
         list(windows(10, 4, 5))
@@ -112,7 +116,7 @@ def test_numbers_are_extracted_from_answers(text: str, strict: str | None, flexi
 def test_questions_and_scores(tmp_path: Path) -> None:
     rows = [{"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(3)]
     file = tmp_path / "questions.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     questions = q.read_questions(file)
     assert q.prompt(questions[2], questions[:1]).endswith("#### 0\n\nQuestion: What is 2 + 2?\nAnswer:")
     scores = q.score(["#### 0", "it is 2", "5"], questions)

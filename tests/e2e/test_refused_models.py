@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conversion import find_example, find_row
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -24,7 +27,14 @@ import lancebill  # noqa: E402
 from lancebill.backends.cpu.native import library  # noqa: E402
 from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.convert import run_conversion, target_of  # noqa: E402
-from lancebill.errors import CannotEncode, LaunchError, MissingTensor, UnsupportedFormat, UnsupportedProblem  # noqa: E402
+from lancebill.errors import (  # noqa: E402
+    CannotEncode,
+    CheckpointProblems,
+    LaunchError,
+    MissingTensor,
+    UnsupportedFormat,
+    UnsupportedProblem,
+)
 from lancebill.formats import registry  # noqa: E402
 from lancebill.integrations.transformers.experts_interface import ModuleExperts, problem_of  # noqa: E402
 from lancebill.integrations.transformers.fused_modules import FusedAttention  # noqa: E402
@@ -40,6 +50,7 @@ from lancebill.integrations.transformers.packed_rest import RestReport  # noqa: 
 from lancebill.integrations.transformers.pretrained import class_of, reload_experts  # noqa: E402
 from lancebill.integrations.transformers.saved_modules import rest_modules  # noqa: E402
 from lancebill.numbers.spec import MXFP4  # noqa: E402
+from lancebill.testing.checkpoints import Geometry, generate  # noqa: E402
 
 HIDDEN, EXPERTS = 64, 8
 
@@ -123,6 +134,50 @@ def test_activations_that_cannot_be_changed(ours: Any) -> None:
     reload_experts(ours, gpu_experts=2)
     with pytest.raises(UnsupportedProblem, match="host memory"):
         set_activations(ours, "int8", torch.float32)
+
+
+def test_activations_can_be_changed_where_the_layout_stays(ours: Any) -> None:
+    fresh, ids = copy.deepcopy(ours), torch.tensor([[3, 1, 4]])
+    reload_experts(ours, backend="reference")
+    set_activations(ours, "int8", torch.float32)
+    reload_experts(fresh, backend="reference", activations="int8")
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, fresh(ids).logits)
+
+
+def test_experts_that_do_nothing_return_their_input() -> None:
+    row = find_row("longcat_flash")
+    made = generate(find_example("dense", "bf16"), row, row.forms[0], Geometry(4, HIDDEN, HIDDEN, layers=1))
+    config = replace(made.config, model={**made.config.model, "zero_expert_num": 2})
+    place = PackedExperts(0)
+    place.experts = lancebill.RoutedExperts.random(config, 0, dtype=torch.float32)
+    x, ids = torch.randn(5, HIDDEN), torch.tensor([[0, 4], [5, 1], [4, 5], [2, 3], [1, 4]])
+    weights = torch.rand(5, 2)
+    real = ids < 4
+    expected = place.experts(x, topk_ids=ids.where(real, -1), topk_weights=weights)
+    expected = expected + x * (weights * ~real).sum(1, keepdim=True)
+    torch.testing.assert_close(place(x, ids, weights), expected)
+
+
+def test_a_model_that_does_not_generate_is_packed(theirs: Any) -> None:
+    """And matrices without a rule stay as they are."""
+    ids = torch.tensor([[3, 1, 4]])
+    with torch.no_grad():
+        expected = theirs.model(ids).last_hidden_state
+        pack_experts(theirs.model, weights={"w2": "int8"})
+        found = theirs.model(ids).last_hidden_state
+    place = next(module for module in theirs.modules() if isinstance(module, PackedExperts))
+    assert place.experts is not None and place.experts.problem.w2 is not None
+    assert str(place.experts.problem.w2.spec).startswith("int8") and not place.experts.problem.w13.spec.quantized
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def test_tensors_that_do_not_fit_the_config_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "vocab_size": 120}))
+    with pytest.raises(CheckpointProblems, match=r"lm_head\.weight: the tensor has a wrong shape for the model"):
+        lancebill.from_pretrained(tmp_path / "other")
 
 
 def test_fused_attention_has_no_eager_form(ours: Any) -> None:

@@ -229,6 +229,17 @@ def test_completions_and_responses(served: Served) -> None:
     expected = stream_answer(served[0], "w3 w4")
     done = asked.completions.create(model="tiny", prompt=["w3 w4", [4, 5]], max_tokens=5, temperature=0)
     assert [choice.text for choice in done.choices] == [expected, expected]
+    (judged,) = asked.completions.create(model="tiny", prompt="w3 w4", max_tokens=5, temperature=0, logprobs=2).choices
+    assert judged.logprobs.tokens == expected.split() and judged.text == expected
+    assert all(len(best) == 2 for best in judged.logprobs.top_logprobs)
+    pieces = list(
+        asked.completions.create(
+            model="tiny", prompt="w3 w4", max_tokens=5, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert "".join(choice.text for piece in pieces for choice in piece.choices) == expected
+    assert pieces[-1].usage.completion_tokens == 5 and not pieces[-1].choices
     options: dict[str, Any] = {"model": "tiny", "input": "w3 w4", "max_output_tokens": 5, "temperature": 0}
     whole = asked.responses.create(**options)
     assert whole.output_text == expected and whole.status == "incomplete" and whole.usage.output_tokens == 5

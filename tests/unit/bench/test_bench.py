@@ -351,6 +351,16 @@ def test_ceilings_are_measured(activations: str) -> None:
     assert machine.rate(ACTIVATIONS[activations]) >= machine.tflops["fp32"]
 
 
+@pytest.mark.parametrize(("long_enough", "size"), [(math.inf, 256), (0.0, 128)])
+def test_gemms_grow_until_they_take_long_enough(long_enough: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_LARGEST", {"cpu": 256})
+    monkeypatch.setattr(rates, "_GEMMS", {"fp32": rates._GEMMS["fp32"]})
+    monkeypatch.setattr(rates, "_LONG_ENOUGH", long_enough)
+    monkeypatch.setattr(rates.native, "library", lambda: None)  # torch's ways to read are enough
+    machine = rates.measure_ceilings(oracle.Device("cpu"), ACTIVATIONS["fp32"])
+    assert machine.size["fp32"] == size and machine.read_gbs > 0
+
+
 # the command -----------------------------------------------------------------------------------------
 
 

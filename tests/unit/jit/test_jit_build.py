@@ -26,3 +26,4 @@ def test_a_process_that_dies_fails_one_kernel(monkeypatch: pytest.MonkeyPatch, t
         "wrong": "does not compile",
     }
     assert sorted(source.kernel for source in reported) == sorted(source.kernel for source in sources)
+    assert building.build_all([], tmp_path / "kernels", 2, lambda source, error: reported.append(source)) == {}

@@ -51,6 +51,22 @@ def test_sources_that_change_while_they_are_compiled(module: str, tmp_path: Path
         compiler.compile_kernel(source)
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+def test_spilled_registers(arch: int, module: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = compiler.KernelSource(module, "add_one", ARGUMENTS, (), arch=arch)
+    report = "ptxas info : Used 32 registers, 8 bytes spill stores"
+    if arch == 90:
+        with pytest.raises(CompileError, match="spills 8 bytes"):
+            compiler._check_report(source, report)
+    else:
+        assert compiler._check_report(source, report) == (32, 8) and "spills 8 bytes" in caplog.text
+
+
+def test_newer_compilers_ask_for_the_name_of_our_stage() -> None:
+    name, digest = compiler._add_ptx_pass() or ("", "")
+    assert name and digest == compiler._own_digest()
+
+
 def test_without_triton_nothing_is_compiled(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     with pytest.raises(CompileError, match="Triton is not installed"):
