@@ -168,6 +168,17 @@ def test_eval(model: Path, tmp_path: Path) -> None:
     assert all(len(row["answer"].split()) == 4 for row in logged)
 
 
+def test_eval_of_one_variant_on_questions_alone(model: Path, tmp_path: Path) -> None:
+    """Answers of more tokens than lie between two looks for the next question."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "w1", "answer": "#### 1"}\n')
+    words = ["eval", str(model), "--questions", str(questions), "--answer-tokens", "10", "--answers"]
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "answers.jsonl")])
+    assert done.exit_code == 0 and "strict" in done.stdout, done.output
+    assert "perplexity" not in done.stdout and "paired test" not in done.stdout
+    assert len(json.loads((tmp_path / "answers.jsonl").read_text())["answer"].split()) == 10
+
+
 def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path) -> None:
     """Prompts of the same length need no padding, so the answers equal those of single prompts."""
     from lancebill.cli import models

@@ -221,6 +221,23 @@ def test_what_no_fast_backend_computes_is_dequantised(folder: Path) -> None:
     assert "no fast backend" in model.lancebill_rest.dequantized["lm_head"]
 
 
+def test_stored_matrices_that_no_fast_backend_computes_are_dequantised(folder: Path, tmp_path: Path) -> None:
+    example = next(e for e in registry()["quark"].examples() if e.name == "mxfp6-e3m2")
+    quant = {**example.config.quant, "exclude": ["*mlp*", "lm_head"]}
+    tiny.quantized_copy(folder, tmp_path / "q", tmp_path / "plain", quant, example.scheme, _is_attention)
+    options = {"activations": {"rest": "nvfp4"}, "dtype": "float32"}
+    found, expected = (lancebill.from_pretrained(tmp_path / name, **options).eval() for name in ("q", "plain"))
+    assert all("no fast backend" in why for why in found.lancebill_rest.dequantized.values())
+    assert len(found.lancebill_rest.dequantized) == 8
+    ids = torch.tensor([[3, 1, 4]])
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+def _is_attention(module: str) -> bool:
+    return ".self_attn." in module
+
+
 def test_projections_with_different_inputs_are_not_joined(folder: Path) -> None:
     kinds = {"rest": {"*.q_proj": "int8", "*": "fp32"}}
     model = lancebill.from_pretrained(folder, weights={"rest": "int8"}, activations=kinds, dtype="float32")

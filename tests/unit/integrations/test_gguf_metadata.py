@@ -44,6 +44,21 @@ def _factors() -> dict[str, tuple[int, ...]]:
     return {**EMBEDDING, factors.short: (5,)}
 
 
+def _config(architecture: str, path: Path, **metadata: Any) -> Any:
+    stated = {**_sizes(architecture), "block_count": 1, "expert_count": 2, "expert_used_count": 1, **metadata}
+    named = {"general.architecture": architecture, **{f"{architecture}.{key}": v for key, v in stated.items()}}
+    write_gguf(path, named, {name: ("F32", torch.ones(shape)) for name, shape in EMBEDDING.items()})
+    with Checkpoint.open(path) as checkpoint:
+        return config_of(checkpoint)
+
+
+def test_positions_that_are_scaled_linearly(tmp_path: Path) -> None:
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    plain, scaled = _config("qwen3moe", tmp_path / "p.gguf"), _config("qwen3moe", tmp_path / "s.gguf", **scaling)
+    assert plain.rope_parameters["rope_type"] == "default"
+    assert scaled.rope_parameters["rope_type"] == "linear" and scaled.rope_parameters["factor"] == 4.0
+
+
 @pytest.mark.parametrize(
     ("architecture", "layers", "metadata", "tensors", "kind", "message"),
     [
