@@ -251,6 +251,8 @@ def test_other_files_excludes_tensors_and_configs(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     (tmp_path / "assets").mkdir()
     assert [f.name for f in Checkpoint.open(tmp_path).other_files()] == ["generation_config.json", "tokenizer.json"]
+    one = next(tmp_path.glob("*.safetensors"))
+    assert not Checkpoint.open(one).other_files()  # what lies beside a file is not its own
 
 
 # GGUF

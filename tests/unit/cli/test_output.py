@@ -83,12 +83,14 @@ def test_inspect_says_whether_all_experts_fit(tmp_path: Path, monkeypatch: pytes
     assert "in host memory" in text and "tokens/s" not in text  # how many experts a token reads is not known
 
 
-def test_convert_names_what_it_changed_outside_the_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["mxfp4", "bf16", "fp8-g128"])
+def test_convert_names_what_it_changed_outside_the_experts(to: str, tmp_path: Path) -> None:
+    """Dequantised, because the target would round, holds no quantised modules, or has other groups."""
     example = find_example("fp8", "block-F32")
     made = generated("fp8", "block-F32")
     for i in range(4):
-        made.tensors |= encoded(example, f"model.layers.0.self_attn.{'qkvo'[i]}_proj", 256)
-    text = printed("convert", save(made, tmp_path / "model"), tmp_path / "out", "--to", "mxfp4")
+        made.tensors |= encoded(example, f"model.layers.0.self_attn.{'qkvo'[i]}_proj", 320)
+    text = printed("convert", save(made, tmp_path / "model"), tmp_path / "out", "--to", to)
     assert "4 modules outside the experts dequantised: model.layers.0.self_attn" in text and "and 1 more" in text
 
 

@@ -51,6 +51,20 @@ def _with_args(config: Config, side: str = "weights", **args: Any) -> Config:
     return Config(quant=quant, method=config.method)
 
 
+def test_activations_of_modules_that_are_stored_plain() -> None:
+    config = _config(FLOAT, parse_spec("fp8-channel:bf16"), {"num_bits": 8, "type": "float", "dynamic": True})
+    assert FORMAT.activations(config, Module(EXPERT, {".weight": Stored("BF16", (N, K))})) is None
+    quantised = {".weight": Stored("F8_E4M3", (N, K)), ".weight_scale": Stored("BF16", (N, 1))}
+    assert FORMAT.activations(config, Module(EXPERT, quantised)) is not None
+
+
+def test_auto_rounds_fp4_has_inputs_like_its_weights() -> None:
+    spec = FIXED[ONE_LEVEL][0]
+    config = _config(ONE_LEVEL, spec, {"num_bits": 4, "type": "float", "dynamic": True})
+    found = FORMAT.activations(config, Module(EXPERT, {}))
+    assert found is not None and found.spec == spec and not found.static
+
+
 def test_all_presets_of_the_library() -> None:
     weight_names = {
         "W4A16_ASYM": "int4-g128-zp", "W8A8": "int8", "INT8": "int8", "W4AFP8": "int4-g128", "FP8": "fp8-tensor:bf16",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from matrices import SPECS, random_weight, scalar_dequantize
 
 from lancebill.errors import BadValue, SpecError, WrongDtype, WrongShape
+from lancebill.numbers.bit_packing import Nibbles, pack_bits
 from lancebill.numbers.blocks import expand, finest, reduce_blocks, spread
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import E4M3, F32
@@ -272,6 +273,21 @@ def test_spec_properties() -> None:
     assert NVFP4.map_blocks(1, 24).scales == (Scale(E4M3, group(8)), Scale(F32, TENSOR))
     assert parse_spec("fp8-channel").scales[0].block == CHANNEL
     assert parse_spec("fp8-block").stacked(192).scales[0].block == (64, 128)
+
+
+def test_a_weight_moves_with_everything_it_has() -> None:
+    weight = weight_of("mxfp4", 4, 64, 1, perm=True)
+    assert weight.to(torch.device("cpu")) is weight
+    moved = with_inputs(weight, input_scale=torch.tensor(1.0)).to(torch.device("meta"))
+    held = [moved.codes, *moved.scales, moved.bias, moved.perm, *moved.inputs.values()]
+    assert all(tensor is not None and tensor.device.type == "meta" for tensor in held)
+
+
+def test_nibbles_are_cut_between_two_codes_of_a_byte() -> None:
+    weight = quantize(torch.randn(4, 64), MXFP4)
+    packed = weight.with_codes(Nibbles(pack_bits(weight.codes, 4, torch.uint8)))
+    for columns in ((0, 63), (32, 64), (32, 33)):
+        assert packed.cut((1, 3), columns).equals(weight.cut((1, 3), columns))
 
 
 def test_experts_of_different_sizes_are_not_stacked() -> None:
