@@ -111,6 +111,17 @@ def test_a_request_that_does_not_arrive_is_dropped(
     assert everything(client) == b""
 
 
+def test_nothing_stays_bound_if_one_address_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        kinds = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        addresses = [(*kinds, ("127.0.0.2", port)), (*kinds, ("127.0.0.1", port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: addresses)  # a host with two addresses
+        with pytest.raises(LaunchError, match="cannot listen"):
+            listen.bind_addresses("two", port)
+        socket.create_server(("127.0.0.2", port)).close()
+
+
 def test_addresses_of_ipv6_are_its_own() -> None:
     """Other programs may have the same port of IPv4."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from lancebill.serving.ragged import (  # noqa: E402
     attention,
     runner,
 )
+from lancebill.serving.start import end_tokens, start  # noqa: E402
 
 SMALL = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -121,6 +123,18 @@ def test_a_model_that_mixes_sequences_runs_them_in_turns() -> None:
 def test_small_steps_with_other_logits_are_not_taken(vocabulary: int) -> None:
     found = runner(tiny(), Steps(vocabulary))
     assert isinstance(found, RaggedModel) and found.small is None
+
+
+@pytest.mark.parametrize(("kind", "how"), [(transformers.LlamaForCausalLM, "batched"), (Mixing, "in turns")])
+def test_a_server_says_how_requests_run_and_samples_as_recommended(kind: Any, how: str) -> None:
+    model = tiny(kind)
+    model.generation_config.update(do_sample=True, temperature=0.5, top_p=None, top_k=7, eos_token_id=[3, 4])
+    app, line = start("tiny", model, SimpleNamespace(eos_token_id=4), context=100)
+    assert app.engine.stop(10)
+    assert line.startswith(f"context 32 tokens; requests run {how}")
+    defaults = app.served.defaults
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.5, 1.0, 7)
+    assert end_tokens(model, SimpleNamespace(eos_token_id=None)) == {3, 4}
 
 
 def test_small_steps_end_when_the_model_changes() -> None:
