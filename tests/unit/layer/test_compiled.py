@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.errors import LaunchError
+from lancebill.layer import compiled_op
 from lancebill.layer.compiled_op import routed_experts
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.quantized_linear import QuantizedLinear
@@ -137,3 +138,40 @@ def test_wrong_arguments_of_a_compiled_layer_are_refused() -> None:
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with pytest.raises(LaunchError, match="topk_ids does not fit"):
         compiled(x, topk_ids=ids[:2], topk_weights=weights)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_exported_blocks_have_the_same_operators(routed: bool) -> None:
+    """`torch.export` traces by running Python, without Dynamo."""
+    block: nn.Module = RoutedBlock(0) if routed else Block(0)
+    given = (torch.randn(5, 64).bfloat16(), torch.randn(5, 4)) if routed else arguments(5)
+    exported = torch.export.export(block, given, strict=False)
+    operators = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    expected = {"lancebill.routed_forward.default", "lancebill.quantized_linear.default"}
+    assert (expected if routed else {"lancebill.routed_experts.default"}) <= operators
+
+
+def test_known_layers_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_op, "_MOST_FOUND", 2)
+    layers, given = [new_layer(seed) for seed in range(4)], arguments(3)
+    for layer in (*layers, *layers):
+        want = layer(given[0], topk_ids=given[1], topk_weights=given[2])
+        assert torch.equal(routed_experts(*given, layer.tag), want)
+    assert len(compiled_op._FOUND) <= 2
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = new_layer(0)
+
+    def forward(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        routed = self.experts.route(x, logits)
+        return routed.ids, routed.weights
+
+
+def test_exported_routing_is_the_definition() -> None:
+    given = torch.randn(5, 64).bfloat16(), torch.randn(5, 4)
+    router = Router()
+    found = torch.export.export(router, given, strict=False).module()(*given)
+    assert all(torch.equal(a, b) for a, b in zip(found, router(*given)))
