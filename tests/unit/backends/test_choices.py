@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import lancebill.backends as backends
 from lancebill.backends import oracle
+from lancebill.backends.cpu import Cpu
 from lancebill.backends.cpu.form import NoForm, matrix_form
+from lancebill.backends.cpu.native import library
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.registry import registry
 from lancebill.errors import UnsupportedProblem
+from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Device
-from lancebill.numbers.dtypes import BF16, codebook
+from lancebill.numbers.dtypes import BF16, E4M3, codebook
 from lancebill.numbers.spec import QuantSpec, Scale, group
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.testing.layers import layer_problem
+from lancebill.testing.layers import layer_problem, make_layer
 
 HOPPER = Device("cuda", 90)
 SIZES = {"hidden": 256, "intermediate": 256, "experts": 4, "top_k": 2}
@@ -41,6 +47,34 @@ def test_a_large_codebook_has_no_cpu_kernel() -> None:
     spec = QuantSpec(codebook([i**1.5 for i in range(256)]), (Scale(BF16, group(32)),))
     with pytest.raises(NoForm, match="no kernel for"):
         matrix_form(MatrixShape("w13", 64, 64, spec), ACTIVATIONS["bf16"])
+
+
+def test_what_cpus_do_not_compute() -> None:
+    problem, cpu = layer_problem("mxfp4", "bf16", **SIZES), Device("cpu")
+    odd = layer_problem("int4", "bf16", **SIZES | {"hidden": 33})
+    assert "an odd row length (33)" in str(list(registry()["torch-cpu"].reasons(odd, cpu)))
+    narrow = replace(problem, input=E4M3)
+    assert "supported: bf16, fp16, fp32" in str(list(registry()["cpu"].reasons(narrow, cpu)))
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+def test_instructions_that_this_machine_lacks() -> None:
+    native = library()
+    assert native is not None
+    lacking = next(level for level in IsaLevel if level not in native.levels)
+    reasons = list(Cpu(lacking).check(layer_problem("mxfp4", "bf16", **SIZES), Device("cpu")))
+    assert [reason.code for reason in reasons] == ["level"] and str(lacking) in str(reasons[0])
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+def test_calls_without_rows_do_nothing() -> None:
+    problem = layer_problem("mxfp4", "bf16", **SIZES)
+    executor = make_layer(problem, "cpu", "cpu", distinct=1).executor
+    x, none = torch.empty(0, 256, dtype=torch.bfloat16), torch.empty(0, 2)
+    out = torch.empty(0, 256)
+    assert executor.run(x, Indexed(none.int(), none), out) is out
+    plan = executor.plan(x, Indexed(none.int(), none))
+    assert executor.fast_call(x, plan, False) is None and executor.linear_call(x, plan) is None
 
 
 def test_two_backends_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
