@@ -43,6 +43,15 @@ def test_rows_that_are_no_whole_slices_have_no_gpu_kernel() -> None:
     assert "K must be a multiple of 32" in str(list(registry()["hopper"].reasons(problem, HOPPER)))
 
 
+def test_what_gpu_kernels_do_not_compute() -> None:
+    def reasons(spec: str, **options: int | bool) -> str:
+        return str(list(registry()["hopper"].reasons(layer_problem(spec, "bf16", **SIZES | options), HOPPER)))
+
+    assert "2000 local experts" in reasons("mxfp4", experts=2000)
+    assert "in act-order, and its inputs are rotated" in reasons("int4-g128-h128", act_order=True)
+    assert "rotated" not in reasons("int4-g128-h128")
+
+
 def test_a_large_codebook_has_no_cpu_kernel() -> None:
     spec = QuantSpec(codebook([i**1.5 for i in range(256)]), (Scale(BF16, group(32)),))
     with pytest.raises(NoForm, match="no kernel for"):

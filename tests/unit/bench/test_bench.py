@@ -361,6 +361,13 @@ def test_gemms_grow_until_they_take_long_enough(long_enough: float, size: int, m
     assert machine.size["fp32"] == size and machine.read_gbs > 0
 
 
+def test_rows_without_experts_are_zero() -> None:
+    problem = problem_of()
+    batch = Batch(torch.randn(2, 64).bfloat16(), torch.full((2, 2), -1, dtype=torch.int32), torch.ones(2, 2))
+    rows = expected_rows(problem, Weights(problem, CPU), batch, torch.arange(2))
+    assert rows.shape == (2, 64) and not rows.any()
+
+
 # the command -----------------------------------------------------------------------------------------
 
 
