@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version_of(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES} | {"torch": _torch_build()},
         "cpu": _cpu(),
         "native": _native(),
         "cuda": _cuda(),
@@ -75,6 +75,13 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _torch_build() -> str:
+    """With the build's suffix, such as +cu130, which the package's metadata may lack."""
+    import torch
+
+    return str(torch.__version__)
 
 
 def _cpu() -> dict[str, Any]:
