@@ -37,7 +37,7 @@ def gpu_older() -> str:
         ]
         tables = [means(compared), cells(compared), integers(timed)]
         sources = links(*(file.name for file in files))
-        pages.append("\n".join([*filter(None, tables), f"From {sources}\n"]))
+        pages.append("\n".join([*filter(None, tables), f"Each cell is from the newest run that has it: {sources}\n"]))
     return "\n".join(pages)
 
 
