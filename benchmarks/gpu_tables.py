@@ -146,10 +146,10 @@ def batch_invariant_cost(runs: Runs) -> str:
 def gpu_host() -> str:
     """Time to the first result, host time of a call, and the sanitizers' verdicts."""
     lines = [_first_forward(file) for file in newest_files("first-forward")]
-    lines += [line for file in newest_files("host-time") for line in _host_time(file)]
     lines += [line for file in newest_files("routing") for line in _routing(file)]
     lines += [_sanitizers(file) for file in newest_files("sanitize")]
-    return "\n".join(f"* {line}" for line in lines) + "\n"
+    bullets = "\n".join(f"* {line}" for line in lines) + "\n"
+    return "\n".join([bullets, *(_host_time(file) for file in newest_files("host-time"))])
 
 
 def _first_forward(file: ResultFile) -> str:
@@ -162,26 +162,27 @@ def _first_forward(file: ResultFile) -> str:
     )
 
 
-def _host_time(file: ResultFile) -> list[str]:
-    return [_host_time_of(row, file) for row in file.record["rows"]]
-
-
-def _host_time_of(row: dict[str, Any], file: ResultFile) -> str:
-    label, plain = f"{row['shape']} ({row['weights']} x {row['activations']}) at {row['tokens']} tokens", "int32, fp32"
-    others = ", ".join(
-        f"{form} {given['host_us'] - row['host_us']:+.1f} and "
-        f"{given['device_us'] - row['given'][plain]['device_us']:+.1f}"
-        for form, given in row["given"].items()
-        if form != plain
+def _host_time(file: ResultFile) -> str:
+    """Eager and compiled calls; ids and weights as routers give them."""
+    rows = []
+    for row in file.record["rows"]:
+        given, compiled = row["given"], row["compiled"]
+        plain, routed = given["int32, fp32"], given["int64, bf16"]
+        changes = [f"{routed[name] - plain[name]:+.1f}" for name in ("host_us", "device_us")]
+        label = f"{row['shape']}, {row['weights']} x {row['activations']}"
+        names = ("eager_each_us", "each_us", "replayed_each_us", "alone_us", "torch_us")
+        rows.append([label, row["tokens"], f"{row['host_us']:.0f}", *changes, *(f"{compiled[n]:.0f}" for n in names)])
+    header = (
+        "layer", "tokens", "eager", "int64, bf16: host", "device", "each of 8, eager", "compiled", "replayed",
+        "one, compiled", "torch's share",
+    )  # fmt: skip
+    note = (
+        "µs of host time until the next operator can be launched. int64, bf16: how much more the host and the device "
+        "need with such ids and weights than with int32 and fp32. Compiled: what each layer adds to a graph of several "
+        "(replayed: with `reduce-overhead`). One, compiled: a graph of one layer; torch's share is what it needs for "
+        f"`x + 1`. {links(file.name)}"
     )
-    compiled = row["compiled"]
-    return (
-        f"Host time of an eager call of {label}: {row['host_us']:.0f} µs with {plain}; other ids and weights change "
-        f"the host's and the device's time by µs: {others}. Compiled: {compiled['alone_us']:.0f} µs for one layer, of "
-        f"which torch needs {compiled['torch_us']:.0f} for `x + 1` alone; each layer of a graph of several "
-        f"{compiled['each_us']:.0f} (eager {compiled['eager_each_us']:.0f}, replayed with `reduce-overhead` "
-        f"{compiled['replayed_each_us']:.0f}) ({links(file.name)})."
-    )
+    return markdown_table(header, rows, note)
 
 
 def _routing(file: ResultFile) -> list[str]:
