@@ -203,18 +203,27 @@ def model_folder(name: str, root: Path, device: str) -> Path:
 
 
 def word_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A tokenizer beside the config: one word for each id, so that text and ids are equally long."""
-    words = {f"t{number}": number for number in range(vocabulary)}
+    """A tokenizer beside the config: one word for each id, so that text and ids are equally long.
+
+    A word holds the space before it: vLLM refuses a text of more characters than its longest word times its tokens.
+    """
+    spaces = {
+        "type": "Metaspace",
+        "replacement": "\N{LOWER ONE EIGHTH BLOCK}",
+        "prepend_scheme": "always",
+        "split": True,
+    }
+    words = {f"{spaces['replacement']}t{number}": number for number in range(vocabulary)}
     whole = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": spaces,
         "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
+        "decoder": spaces,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": next(iter(words))},
     }
     (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}

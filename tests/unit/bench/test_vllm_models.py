@@ -1,0 +1,25 @@
+"""What vLLM's load test needs of the models that benchmarks serve."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from project import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import vllm_models
+
+
+@pytest.mark.parametrize("first", [0, 990, 1500])
+def test_text_is_as_long_as_its_ids_and_within_the_bound_of_vllm(tmp_path: Path, first: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    vllm_models.word_tokenizer(tmp_path, 2048)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = list(range(first, first + 512))
+    text = tokenizer.decode(ids)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+    # vLLM answers 400 to a text above this, before it makes tokens of it
+    assert len(text) <= len(ids) * max(map(len, tokenizer.get_vocab()))
