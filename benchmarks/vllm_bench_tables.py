@@ -41,9 +41,21 @@ def _load_table(file: ResultFile, servers: list[dict[str, Any]]) -> str:
         f"{record['model']}, MXFP4 x {servers[0]['activations']}: tokens per second by `vllm bench serve`, of prompts "
         f"where one token is asked for, else of answers; median of {min(trials)} trials, servers in turns "
         f"(ours over the best peer). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in "
-        f"parts of {record['stream_interval']} tokens; {links(file.name)}"
+        f"parts of {record['stream_interval']} tokens; {_without_figures(servers, cases)}{links(file.name)}"
     )
     return markdown_table(("", *map(_case_name, cases)), rows, note)
+
+
+def _without_figures(servers: list[dict[str, Any]], cases: list[dict[str, int]]) -> str:
+    """Cases that the table lacks because prompts were not answered."""
+    reasons = {
+        _case_name(held["case"]): trial["failure"].partition(":")[0]
+        for server in servers
+        for held in server["cases"]
+        for trial in held["trials"]
+        if held["case"] not in cases and "failure" in trial
+    }
+    return "".join(f"{name}: no figure, {reason}; " for name, reason in reasons.items())
 
 
 def _rate(server: dict[str, Any], case: dict[str, int]) -> float:
@@ -62,7 +74,7 @@ def vllm_split() -> str:
     if not engines:
         return NOTHING
     cases = [(case["prompts"], case["in"], case["out"]) for e in engines[:1] for case in (*e["prefill"], *e["decode"])]
-    rows = [(_split_name(engine), *_split_rates(engine), _growth(engine)) for engine in engines]
+    rows = [(_split_name(engine), *_split_rates(engine), *_memory(engine)) for engine in engines]
     head = [f"{count} x {new:,} new" if new > 1 else f"{count} prompts of {given:,}" for count, given, new in cases]
     answers = "; ".join(
         f"answers: {one['same_answers']} of {one['answers']} are the same, the others part where the margin is at most "
@@ -72,10 +84,10 @@ def vllm_split() -> str:
     )
     note = (
         f"{engines[0]['model']} in vLLM {files[-1].record['versions']['vllm']} with FULL_AND_PIECEWISE graphs: tokens "
-        f"per second, and growth of memory in use on the GPU and in the process over so many steps; {answers}; "
-        f"{links(files[-1].name)}"
+        f"per second, and memory in use on the GPU and in the process (growth over {_steps(engines)} steps); "
+        f"{answers}; {links(files[-1].name)}"
     )
-    return markdown_table(("experts", *head, "memory"), rows, note)
+    return markdown_table(("experts", *head, "GPU memory", "host memory"), rows, note)
 
 
 def _split_name(engine: dict[str, Any]) -> str:
@@ -86,10 +98,18 @@ def _split_rates(engine: dict[str, Any]) -> list[str]:
     return [f"{case['tokens_per_s']:,.0f}" for case in (*engine["prefill"], *engine["decode"])]
 
 
-def _growth(engine: dict[str, Any]) -> str:
-    """From the first part of the steps to the last: what the first one needs stays."""
+def _memory(engine: dict[str, Any]) -> tuple[str, str]:
+    """At the end, and what was added from the first part of the steps to the last: what the first one needs stays."""
     memory = engine.get("memory")
     if memory is None:
-        return ""
-    gpu, host = ((memory[name][-1] - memory[name][1]) / 2**20 for name in ("gpu_bytes", "host_bytes"))
-    return f"{gpu:+.1f} MiB, {host:+.1f} MiB over {memory['steps']:,} steps"
+        return "", ""
+    gpu, host = (
+        f"{memory[name][-1] / 2**30:.2f} GiB ({(memory[name][-1] - memory[name][1]) / 2**20:+.1f} MiB)"
+        for name in ("gpu_bytes", "host_bytes")
+    )
+    return gpu, host
+
+
+def _steps(engines: list[dict[str, Any]]) -> str:
+    steps = {engine["memory"]["steps"] for engine in engines if "memory" in engine}
+    return " and ".join(f"{count:,}" for count in sorted(steps))

