@@ -10,15 +10,18 @@ import torch
 
 import lancebill.backends as backends
 from lancebill.backends import oracle
+from lancebill.backends.base import TensorTable
 from lancebill.backends.cpu import Cpu
 from lancebill.backends.cpu.form import NoForm, matrix_form
 from lancebill.backends.cpu.native import library
 from lancebill.backends.cpu.native.abi import IsaLevel
+from lancebill.backends.gpu.call import check_call, readable
+from lancebill.backends.gpu.workspace import Workspaces
 from lancebill.backends.registry import registry
-from lancebill.errors import UnsupportedProblem
-from lancebill.moe.dispatch import Indexed
+from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.moe.dispatch import Batched, Indexed
 from lancebill.moe.layout import MatrixShape
-from lancebill.moe.problem import Device
+from lancebill.moe.problem import BATCHED, Device
 from lancebill.numbers.dtypes import BF16, E4M3, codebook
 from lancebill.numbers.spec import QuantSpec, Scale, group
 from lancebill.numbers.spec_names import ACTIVATIONS
@@ -84,6 +87,46 @@ def test_calls_without_rows_do_nothing() -> None:
     assert executor.run(x, Indexed(none.int(), none), out) is out
     plan = executor.plan(x, Indexed(none.int(), none))
     assert executor.fast_call(x, plan, False) is None and executor.linear_call(x, plan) is None
+
+
+@pytest.mark.parametrize("name", ["hopper", "ampere"])
+def test_gpu_calls_without_rows_launch_nothing(name: str) -> None:
+    """On any machine: there is nothing to launch."""
+    backend, problem = registry()[name], layer_problem("mxfp4", "bf16", **SIZES)
+    x, none, out = torch.empty(0, 256, dtype=torch.bfloat16), torch.empty(0, 2), torch.empty(0, 256)
+    dispatch = Indexed(none.int(), none)
+    assert backend.run(backend.plan(problem, 1, HOPPER), x, dispatch, {}, out) is out
+    assert backend.executor(problem, HOPPER, TensorTable.of({})).run(x, dispatch, out) is out
+
+
+def test_one_matrix_is_estimated_without_a_second_one() -> None:
+    layer = layer_problem("mxfp4", "bf16", **SIZES)
+    linear = replace(layer, w2=None, experts=1, global_experts=1, top_k=1)
+    for name in ("hopper", "ampere"):
+        whole, one = (registry()[name].plan(problem, 64, HOPPER).estimate_us for problem in (layer, linear))
+        assert 0 < one < whole
+
+
+def test_a_workspace_that_grows_keeps_its_counters() -> None:
+    workspaces, cpu = Workspaces(), torch.device("cpu")
+    small = workspaces.of_stream(cpu, 0, 100)
+    large = workspaces.of_stream(cpu, 0, 1000)
+    assert large.memory.numel() >= 1000 and large.counters is small.counters and large.lock is small.lock
+    assert workspaces.of_stream(cpu, 0, 100) is large
+
+
+@pytest.mark.parametrize("counts", [3, 4])
+def test_counts_of_rows_must_fit_the_experts(counts: int) -> None:
+    problem = replace(layer_problem("mxfp4", "bf16", **SIZES), dispatch=BATCHED)
+    plan = registry()["hopper"].plan(problem, 8, HOPPER)
+    x = torch.empty(4, 2, 256, dtype=torch.bfloat16)
+    dispatch = readable(Batched(torch.ones(counts, 2, dtype=torch.int32)[:, 0]))
+    assert isinstance(dispatch, Batched) and dispatch.counts.is_contiguous()
+    if counts == 4:
+        check_call(plan, x, dispatch, torch.empty_like(x))
+    else:
+        with pytest.raises(LaunchError, match="counts do not fit"):
+            check_call(plan, x, dispatch, torch.empty_like(x))
 
 
 def test_two_backends_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

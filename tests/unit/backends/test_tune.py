@@ -71,6 +71,11 @@ def test_the_winner_has_the_best_mean_over_layers() -> None:
     assert search.winners(cells, times)[search.SIXTEEN_BIT][1.5].tiles == "16"
 
 
+def test_cells_without_times_have_no_winner() -> None:
+    first, second = cell(64, "a"), cell(64, "b")
+    assert search.winners([first, second], {first.name: {}}) == {}
+
+
 def test_rules_have_limits_between_winners_and_no_duplicates() -> None:
     small, large = Rule.parse("16+8"), Rule.parse("128+96/64+160j", paired=True)
     found = search.rules_from_winners({1.0: small, 4.0: small, 64.0: large})

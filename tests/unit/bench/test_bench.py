@@ -38,7 +38,7 @@ from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, PlainLayout
 from lancebill.moe.model_shapes import Shape, parse_shape
 from lancebill.moe.problem import Problem
-from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 CPU = torch.device("cpu")
@@ -359,6 +359,14 @@ def test_gemms_grow_until_they_take_long_enough(long_enough: float, size: int, m
     monkeypatch.setattr(rates.native, "library", lambda: None)  # torch's ways to read are enough
     machine = rates.measure_ceilings(oracle.Device("cpu"), ACTIVATIONS["fp32"])
     assert machine.size["fp32"] == size and machine.read_gbs > 0
+
+
+def test_static_scales_of_inputs_reach_the_range_of_inputs() -> None:
+    """With two levels of scales, the outer one is divided by what the inner ones reach."""
+    for name, reach in (("fp8-static", 448.0), ("nvfp4", 448.0 * 6)):
+        weights = Weights(problem_of("mxfp4"), CPU)
+        scale = weights._input_scale(parse_activation(name), 3)
+        assert scale.view(torch.float32).tolist() == pytest.approx([workload.INPUT_RANGE / reach] * 3)
 
 
 def test_rows_without_experts_are_zero() -> None:
