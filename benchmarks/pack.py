@@ -28,6 +28,7 @@ from load_memory import Peak
 from machine import gpu_machine, origin, result_path
 
 from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.load.staging import TensorSource
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve import manifest as manifests
@@ -56,6 +57,7 @@ CASES = {
 }
 FAMILIES = {"mxfp4": "gpt_oss"}  # by format, where the example names none
 MEMORY, PINNED, FILES = "memory", "pinned", "files"
+PLACES = {MEMORY: TensorSource.DEVICE, PINNED: TensorSource.PINNED, FILES: TensorSource.FILES}
 LARGE = Geometry(256, 4096, 2048)
 LARGE_CASES = ("mxfp4", "gpt-oss", "gptq-g128", "compressed-tensors-g128")
 DIFFERENT = 2  # experts of different numbers; the others are copies of them
@@ -108,7 +110,7 @@ def measure(
         with reader_from(source, generated, device) as read:
             for count in threads:
                 row = {"case": case, "source": source, "threads": count}
-                yield row | best_load(recipe, read, device, count, held=source == MEMORY, profile=profile)
+                yield row | best_load(recipe, read, device, count, PLACES[source], profile=profile)
 
 
 @contextmanager
@@ -177,14 +179,16 @@ def kernels_of(load: Callable[[], object]) -> list[dict[str, Any]]:
     ]
 
 
-def best_load(recipe: Recipe, read: Reader, device: str, threads: int, *, held: bool, profile: bool) -> dict[str, Any]:
+def best_load(
+    recipe: Recipe, read: Reader, device: str, threads: int, source: TensorSource, *, profile: bool
+) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     packed = recipe.allocate()
     size = sum(tensor.nbytes for tensors in packed.values() for tensor in tensors.values())
 
     def load() -> None:
-        load_layer(read, recipe.plan, recipe.layout, out=packed, held=held)
+        load_layer(read, recipe.plan, recipe.layout, out=packed, source=source)
 
     load()  # compiles the kernel, touches the pages
     gc.collect()

@@ -16,10 +16,11 @@ Result = TypeVar("Result")
 
 
 def map_in_order(
-    work: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
+    work: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None, ahead: int = 0
 ) -> Iterator[tuple[Item, Result]]:
     """(item, work(item)) in the order of `items`, with a few (`workers`) in flight.
 
+    Up to `ahead` items, if that is more, are begun before the first is taken: no worker waits for a slow one.
     Each worker gets its own share of torch's threads: one matrix per core scales better than all cores on one matrix,
     whose operations are short.
     """
@@ -34,7 +35,7 @@ def map_in_order(
         with ThreadPoolExecutor(workers) as pool:
             for item in items:
                 pending.append((item, pool.submit(work, item)))
-                if len(pending) == workers:
+                if len(pending) >= max(workers, ahead):
                     yield _result(pending)
             while pending:
                 yield _result(pending)

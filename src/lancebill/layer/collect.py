@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.load.staging import source_of
 from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex
@@ -50,11 +51,6 @@ def reader_of(tensors: Mapping[str, Tensor], device: torch.device) -> Reader:
         return (tensor if tensor.device.type == "cpu" else tensor.to(device)).contiguous()
 
     return read
-
-
-def are_held(tensors: Iterable[Tensor]) -> bool:
-    """Whether all tensors are in the memory of a device other than the CPU."""
-    return all(tensor.device.type != "cpu" for tensor in tensors)
 
 
 def raise_missing(missing: Sequence[MissingTensor], layer: int) -> None:
@@ -236,15 +232,15 @@ class ExpertCollector:
         if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
             self._layout = layout
         slots = [slot for slot, expert in enumerate(recipe.plan.experts) if expert in experts]
-        read = reader_of(self.pending, next(iter(packed["w13"].values())).device)
+        device = next(iter(packed["w13"].values())).device
         load_layer(
-            read,
+            reader_of(self.pending, device),
             recipe.plan,
             self._layout,
             out=packed,
             slots=slots,
             losses=self._losses.add,
             progress=recipe.advance,
-            held=are_held(self.pending.values()),
+            source=source_of(self.pending.values(), device),
         )
         self._seconds += time.perf_counter() - start

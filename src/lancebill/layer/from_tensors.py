@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lancebill.backends import oracle
+from lancebill.checkpoint.load.staging import source_of
 from lancebill.checkpoint.resolve.manifest import LayerIndex
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
 from lancebill.errors import LancebillError, SpecError, WrongShape
 from lancebill.formats._plain import level_roles, plain_scheme
 from lancebill.formats.base import Config, Example, Format, Module, Scheme
-from lancebill.layer.collect import are_held, header_of, reader_of
+from lancebill.layer.collect import header_of, reader_of
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.rules import MATRICES, WeightRules, weight_targets
@@ -99,7 +100,7 @@ def parts_from_tensors(
     if expert_map is not None:
         recipe = _with_map(recipe, expert_map)
     device = recipe.choice.device.torch
-    parts = pull(recipe, reader_of(tensors, device), held=are_held(tensors.values()))
+    parts = pull(recipe, reader_of(tensors, device), source=source_of(tensors.values(), device))
     if expert_map is None:
         return parts
     return replace(parts, expert_map=torch.as_tensor(expert_map, dtype=torch.int32).to(device))

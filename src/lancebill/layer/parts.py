@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lancebill.backends.oracle import Choice
 from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.load.staging import TensorSource
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.layer.gpu_room import fitting
 from lancebill.layer.recipe import Losses, Recipe
@@ -35,14 +36,14 @@ class LayerParts:
     moves: str = OFF  # whether experts move between the two: then host memory has all of them
 
 
-def pull(recipe: Recipe, read: Reader, *, held: bool = False) -> LayerParts:
-    """Load every local expert from files, with the router's tensors. `held`: what is read is on the device already."""
+def pull(recipe: Recipe, read: Reader, *, source: TensorSource = TensorSource.FILES) -> LayerParts:
+    """Load every local expert, with the router's tensors. `source`: where the tensors are that `read` returns."""
     host = None if recipe.host is None else pull(recipe.host, read)
     start, losses, packed = time.perf_counter(), Losses(), recipe.allocate()
     layout = recipe.layout
     manifest, index = recipe.manifest, recipe.plan.layer.index
     with fitting(f"layer {index}", recipe.plan.bytes(layout), recipe.choice.device.torch):
-        load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance, held=held)
+        load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance, source=source)
     roles, own = manifest.naming.router.names(index), manifest.naming.router.own
     router = {role: own(name, read(name, ())) for name, role in roles.items() if name in manifest.tensors}
     report = recipe.report(packed, time.perf_counter() - start, losses.held, layout.notes())

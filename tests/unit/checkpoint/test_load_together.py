@@ -9,7 +9,7 @@ from lancebill.backends.cpu.native import library
 from lancebill.checkpoint.load import projections, slice_sizes
 from lancebill.checkpoint.load.load_experts import load_expert, load_experts, pack_experts, plan_layer
 from lancebill.checkpoint.load.load_layer import load_layer
-from lancebill.checkpoint.load.staging import DeviceReader
+from lancebill.checkpoint.load.staging import DeviceReader, TensorSource
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue
@@ -68,16 +68,16 @@ def test_questions_are_answered_when_everything_is_launched(monkeypatch: pytest.
     monkeypatch.setattr(DeviceReader, "asynchronous", True)
     monkeypatch.setattr(slice_sizes, "HELD_BYTES", 1)  # one expert at a time
     counts: list[int] = []
-    for held in (False, True):
+    for source in (TensorSource.FILES, TensorSource.PINNED, TensorSource.DEVICE):
         got = load_layer(
-            generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=counts.append, held=held
+            generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=counts.append, source=source
         )
         assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
-    assert counts == [EXPERTS] + [1] * EXPERTS
+    assert counts == [EXPERTS, EXPERTS] + [1] * EXPERTS
     name = next(name for name in generated.tensors if "experts.3.up_proj.qzeros" in name)
     generated.tensors[name][0, 1] += 1
     with pytest.raises(BadValue, match=r"expert 3, up .*the middle code"):
-        load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), held=True)
+        load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), source=TensorSource.DEVICE)
 
 
 VIEWED = [(fmt, e) for fmt, found in registry().items() for e in found.examples() if e.scheme.views_codes]

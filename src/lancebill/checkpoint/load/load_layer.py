@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts, reads_of_experts
-from lancebill.checkpoint.load.slice_sizes import held_step, readers_for, slices_of, step_for, workers_for
-from lancebill.checkpoint.load.staging import DeviceReader, Fetched
+from lancebill.checkpoint.load.slice_sizes import (
+    held_step,
+    read_ahead,
+    read_step,
+    readers_for,
+    slices_of,
+    step_for,
+    workers_for,
+)
+from lancebill.checkpoint.load.staging import DeviceReader, Fetched, TensorSource
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
@@ -34,21 +42,21 @@ def load_layer(
     slots: Slots | None = None,
     losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
-    held: bool = False,
+    source: TensorSource = TensorSource.FILES,
 ) -> dict[str, Packed]:
     """Load all local experts into new buffers on the CPU, or into those of `out`, on the device that holds them.
 
     With `slots` only the experts of these slots are loaded. `progress` is called with the number of experts that were
-    packed. `held`: what `read` returns is on the device already, so there is nothing to wait for.
+    packed. `source`: where the tensors are that `read` returns.
     """
     count = len(plan.experts)
     packed = (
         {"w13": layout.allocate(plan.w13, count), "w2": layout.allocate(plan.w2, count)} if out is None else dict(out)
     )
     reader = DeviceReader(read, next(iter(packed["w13"].values())).device)
-    work = _Work(reader, read if held else reader, plan, layout, packed)
+    work = _Work(reader, read if source is TensorSource.DEVICE else reader, plan, layout, packed)
     doubts: list[tuple[Slots, Tensor]] = []
-    for done, (cost, doubt) in work.filled(range(count) if slots is None else slots, held=held):
+    for done, (cost, doubt) in work.filled(range(count) if slots is None else slots, source):
         if losses is not None:
             for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
                 losses(matrix, loss)
@@ -67,27 +75,29 @@ class _Work:
     """How the slices of one load are filled."""
 
     def __init__(
-        self, reader: DeviceReader, source: Reader, plan: LayerPlan, layout: Layout, packed: Mapping[str, Packed]
+        self, reader: DeviceReader, read: Reader, plan: LayerPlan, layout: Layout, packed: Mapping[str, Packed]
     ) -> None:
-        self.reader, self.source, self.plan, self.layout, self.packed = reader, source, plan, layout, packed
+        self.reader, self.read, self.plan, self.layout, self.packed = reader, read, plan, layout, packed
 
-    def filled(self, slots: Slots, *, held: bool) -> Iterator[tuple[Slots, Filled]]:
+    def filled(self, slots: Slots, source: TensorSource) -> Iterator[tuple[Slots, Filled]]:
         """Fills slice after slice, and says which."""
         plan, device = self.plan, self.reader.device
         if not self.reader.asynchronous:
             slices = slices_of(slots, step_for(plan, device))
             yield from map_in_order(self._fill_as_usual, slices, workers_for(plan, len(slices)))
-        elif held:
-            yield from ((each, self._fill_as_usual(each)) for each in slices_of(slots, held_step(plan)))
-        else:
-            slices = slices_of(slots, step_for(plan, device))
-            for each, fetched in map_in_order(self._fetch, slices, readers_for(plan, device, len(slices))):
+        elif source is TensorSource.FILES:
+            slices = slices_of(slots, read_step(plan, device))
+            readers, ahead = readers_for(plan, device, len(slices)), read_ahead(plan, device)
+            for each, fetched in map_in_order(self._fetch, slices, readers, ahead):
                 with self.reader.using(fetched):
                     yield each, self._fill_as_usual(each)
+        else:  # threads would only take turns with this one
+            step = held_step(plan) if source is TensorSource.DEVICE else step_for(plan, device)
+            yield from ((each, self._fill_as_usual(each)) for each in slices_of(slots, step))
 
     def fill(self, slots: Slots) -> list[tuple[str, Loss]]:
         cost: list[tuple[str, Loss]] = []
-        weights = load_experts(self.source, self.plan, self._experts(slots), lambda *loss: cost.append(loss))
+        weights = load_experts(self.read, self.plan, self._experts(slots), lambda *loss: cost.append(loss))
         pack_experts(self.plan, self.layout, weights, self.packed, slots)
         return cost
 

@@ -14,7 +14,7 @@ SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already
 WORKING_BYTES = 192 << 20  # of all threads together
-READ_BYTES = 256 << 20  # of pinned memory, of all slices that are read ahead
+READ_BYTES = 256 << 20  # of all slices that are read ahead, or wait to be packed
 MOST_READERS = 8  # threads; a disk needs several reads at a time to reach its rate
 
 
@@ -27,6 +27,11 @@ def step_for(plan: LayerPlan, device: torch.device) -> int:
     """How many experts a slice has."""
     step = _experts_in(plan, SLICE_BYTES[device.type])
     return min(step, max(1, len(plan.experts) // SHARE)) if device.type == "cuda" else step
+
+
+def read_step(plan: LayerPlan, device: torch.device) -> int:
+    """How many experts a slice has that is read ahead for a GPU: so few that all threads can read."""
+    return min(step_for(plan, device), _experts_in(plan, READ_BYTES // MOST_READERS))
 
 
 def held_step(plan: LayerPlan) -> int:
@@ -45,8 +50,12 @@ def workers_for(plan: LayerPlan, slices: int) -> int:
 
 def readers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
     """Threads that read ahead for a GPU; at least two, so that one reads while a slice is packed."""
-    each = step_for(plan, device) * _packed_bytes(plan)
-    return min(slices, max(2, min(MOST_READERS, READ_BYTES // max(1, each)))) or 1
+    return min(slices, MOST_READERS, read_ahead(plan, device)) or 1
+
+
+def read_ahead(plan: LayerPlan, device: torch.device) -> int:
+    """How many slices are read, or wait to be packed: more than there are threads, so that none waits for another."""
+    return max(2, READ_BYTES // max(1, read_step(plan, device) * _packed_bytes(plan)))
 
 
 def _experts_in(plan: LayerPlan, most: int) -> int:

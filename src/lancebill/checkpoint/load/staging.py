@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -20,6 +21,23 @@ BUFFER_BYTES = 16 << 20  # of pinned memory; a larger tensor has a buffer of its
 _ALIGNED = 256
 
 Key = tuple[object, ...]
+
+
+class TensorSource(Enum):
+    """Where the tensors of a load are."""
+
+    FILES = "files, or memory that is not pinned"
+    PINNED = "pinned memory: a GPU copies them from there"
+    DEVICE = "the device already: there is nothing to wait for"
+
+
+def source_of(tensors: Iterable[Tensor], device: torch.device) -> TensorSource:
+    """Where tensors in memory are, for a load to `device`."""
+    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if not on_host:
+        return TensorSource.DEVICE
+    pinned = device.type == "cuda" and all(map(Tensor.is_pinned, on_host))
+    return TensorSource.PINNED if pinned else TensorSource.FILES
 
 
 class DeviceReader:
