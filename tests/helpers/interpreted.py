@@ -24,6 +24,7 @@ from lancebill.backends.call_signature import RoutingLayout
 from lancebill.backends.gpu import plan as planning
 from lancebill.backends.gpu import row_steps as rowwise
 from lancebill.backends.gpu import workspace
+from lancebill.backends.gpu.kernels import convert_row
 from lancebill.backends.gpu.kernels import dispatch_combine as rows
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GpuPlan, scratch
@@ -80,6 +81,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make dependent-launch calls no-ops, convert loop bounds for newer numpy, and round floats as the GPU does."""
     torch.manual_seed(0)
     monkeypatch.setattr(interpreting, "_convert_float", _rounded)
+    monkeypatch.setattr(convert_row, "_to_e4m3", lambda row: row.to(tl.float8e4nv))  # no PTX in the interpreter
     monkeypatch.setattr(rows, "gdc_wait", lambda **_: None)
     monkeypatch.setattr(rows, "gdc_launch_dependents", lambda **_: None)
     monkeypatch.setattr(rows, "range", scalars, raising=False)

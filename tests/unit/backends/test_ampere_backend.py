@@ -25,6 +25,7 @@ from lancebill.jit.targets import TARGETS
 from lancebill.moe.model_shapes import NAMED
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.numbers.spec_names import parse_activation, parse_spec
+from lancebill.testing.layers import layer_problem
 
 RESERVED, REGISTERS = 1024, 65536  # shared memory of a block that the driver takes; registers of an SM
 needs_triton = pytest.mark.skipif(triton_version.triton_version() is None, reason="needs Triton")
@@ -173,3 +174,12 @@ def test_fp8_kernels_are_compiled_for_gpus_that_have_it() -> None:
     archs = {arch: make_plan(qwen("mxfp4", "fp8"), 64, Device("cuda", arch)).arch for arch in (89, 120)}
     assert archs == {89: 89, 120: 120}
     assert make_plan(qwen("int4-g128", "int8"), 64, Device("cuda", 89)).arch == 80
+
+
+@needs_triton
+def test_rows_are_rounded_to_fp8_once() -> None:
+    """By one instruction. Triton's own conversion for sm_89 truncates to fp16 first, which moves numbers onto ties."""
+    problem = layer_problem("mxfp4", "fp8", hidden=512, intermediate=256, experts=8, top_k=2)
+    sources = {step.source.kernel: step.source for step in steps(make_plan(problem, 64, Device("cuda", 89)))}
+    text = get_binary(replace(sources["prepare_rows"], ptx=True), Cache()).cubin.decode()
+    assert ".target sm_89" in text and "cvt.rn.satfinite.e4m3x2.f32" in text and ".f16" not in text

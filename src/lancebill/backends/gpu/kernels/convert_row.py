@@ -80,11 +80,19 @@ def _to_int8(row):
 
 
 @triton.jit
-def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
-    """A row divided by its scale, and the scale: the expert's from the checkpoint if STATIC, or computed from the row.
+def _to_e4m3(row):
+    """The nearest e4m3 numbers, ties to even. For sm_89, Triton's own conversion truncates to fp16 first: what is just
+    above a tie would become one."""
+    return tl.inline_asm_elementwise("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [row], dtype=tl.float8e4nv,
+                                     is_pure=True, pack=2)  # fmt: skip
 
-    e4m3 (largest number 448) is rounded when it is stored. int8 has no NaN: a row that is not finite gets a scale of
-    NaN.
+
+@triton.jit
+def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
+    """The codes of a row divided by its scale, and the scale: the expert's from the checkpoint if STATIC, or computed
+    from the row.
+
+    The largest e4m3 number is 448. int8 has no NaN: a row that is not finite gets a scale of NaN.
     """
     if tl.int8 == TYPE:
         largest = _largest(row)
@@ -97,13 +105,15 @@ def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
             scale = tl.where(scale == 0, 1.0, scale)
             row = _divide(row, scale)
         row = _to_int8(row)
-    elif STATIC:
-        scale = tl.load(given + e)
-        row = tl.div_rn(row, scale)
     else:
-        scale = tl.div_rn(tl.max(tl.abs(row), 0), 448.0)
-        scale = tl.where(scale > 0, scale, 1.0)
-        row = _divide(row, scale)
+        if STATIC:
+            scale = tl.load(given + e)
+            row = tl.div_rn(row, scale)
+        else:
+            scale = tl.div_rn(tl.max(tl.abs(row), 0), 448.0)
+            scale = tl.where(scale > 0, scale, 1.0)
+            row = _divide(row, scale)
+        row = _to_e4m3(row)
     return row, scale
 
 
