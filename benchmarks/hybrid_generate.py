@@ -5,8 +5,9 @@
 It ends after `--seconds`, whatever happens: the models run in processes of their own, which write what they have found
 as they go. Every line is printed with its time.
 
-`interrupt`: a process that decodes gets SIGINT. It must end by that signal, soon, and leave no GPU memory occupied: the
-next process, which measures all the rest, must find as much free memory.
+`interrupt`: a process that decodes gets SIGINT. KeyboardInterrupt must end it soon, and leave no GPU memory occupied:
+the next process, which measures all the rest, must find as much free memory. Python then ends by the signal
+(`by_signal`), or with status 1 if a library runs code by PyRun_String or its like while the interpreter ends.
 `model` (4 layers of 64 experts): `equal_tokens` is how many of the first 64 tokens are those of the model that is whole
 on the GPU: rounding differs, so the two may part where two tokens are nearly as likely. `graphs` is how steps ran.
 `steps`: a model so small that many steps take little time, in calls of `generate` of 1,000 steps. Between them memory

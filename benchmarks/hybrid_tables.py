@@ -1,4 +1,4 @@
-"""Tables of layers that are split between a GPU and the CPU, and of packing on a GPU."""
+"""Tables of layers and models that are split between a GPU and the CPU, and of packing on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _rows(file: ResultFile, kind: str) -> list[Row]:
 
 def _title(file: ResultFile) -> str:
     machine = file.record["machine"]
-    low_high = " to ".join(f"{rate:.0f}" for rate in machine["read_gbs"])
+    low_high = " to ".join(f"{rate:.0f}" for rate in sorted(machine["read_gbs"]))
     return (
         f"{file.machine_title}, {machine['threads']} threads; memory is read at {low_high} GB/s, "
         f"PCIe copies {machine['wire_gbs']:.0f} GB/s; {links(file.name)}."
@@ -89,6 +89,48 @@ def peers(rows: list[Row]) -> str:
 
 def _ratio(row: Row, peer: str) -> str:
     return f"{row[f'{peer}_over_ours']:.2f}x" if math.isfinite(row[f"{peer}_difference"]) else "wrong"
+
+
+def hybrid_generate() -> str:
+    """Whole small models with half of their experts in host memory: the newest run of each machine."""
+    return "\n".join(_generate_table(file) for file in newest_files("hybrid-generate"))
+
+
+def _generate_table(file: ResultFile) -> str:
+    model, steps, interrupt = (file.record[name] for name in ("model", "steps", "interrupt"))
+    split, whole = (f"{model[name]:,.0f}" for name in ("tokens_per_s", "whole_tokens_per_s"))
+    calls = steps["rows"]
+    slowest, fastest = (f"{end(row['tokens_per_s'] for row in calls):,.0f}" for end in (min, max))
+    first, later = (_growth(before, after) for before, after in ((steps["before"], calls[0]), (calls[0], calls[-1])))
+    same = sum(row["same"] for row in calls)
+    after = "the same tokens" if steps["interrupted"] and steps["same_after"] else "not the same"
+    rows = [
+        ("tokens/s (the same model whole on the GPU)", f"{split} ({whole})"),
+        ("tokens before the first that differs from the whole model's, of 64", model["equal_tokens"]),
+        (f"{steps['steps']:,} steps of a tiny model in {len(calls)} calls", f"{slowest} to {fastest} tokens/s"),
+        ("calls with the tokens of the first one", f"{same} of {len(calls)}"),
+        ("memory, threads and mailboxes after its first call; from there to the last one", f"{first}; {later}"),
+        ("a call after one that was interrupted", after),
+        ("a process that gets SIGINT", f"ends after {interrupt['end_s']:.1f} s with status {interrupt['ended_with']}"),
+        ("GPU memory that is missing afterwards", f"{file.record['lost_gpu']:,} bytes"),
+    ]  # fmt: skip
+    note = (
+        f"`generate` on {file.machine_title} with half of the experts on the GPU, random weights, in CUDA graphs: "
+        f"{model['layers']} layers of {model['experts']} experts, MXFP4; the tiny model has {steps['split_layers']} "
+        f"layers. {links(file.name)}"
+    )
+    return markdown_table(("", "measured"), rows, note)
+
+
+def _growth(before: Row, after: Row) -> str:
+    units = {
+        "rss": "bytes of host memory",
+        "gpu": "bytes of GPU memory",
+        "threads": "threads",
+        "mailboxes": "mailboxes",
+    }
+    grown = [f"{after[name] - before[name]:+,} {unit}" for name, unit in units.items() if after[name] != before[name]]
+    return ", ".join(grown) or "nothing grew"
 
 
 def pack() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import summary
 from cpu_tables import cpu_linear, cpu_streams
 from gpu_tables import gpu_host, gpu_layer, layer_runs, mean_ratio, newest_cells
-from hybrid_tables import hybrid, pack
+from hybrid_tables import hybrid, hybrid_generate, pack
 from older_tables import gpu_older
 from result_files import (
     ROOT,
@@ -369,7 +369,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, cpu_linear, generate, cpu_streams,
         perplexity, questions, memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving, vllm_bench_serve,
-        vllm_split, hybrid, pack,
+        vllm_split, hybrid, hybrid_generate, pack,
     )
 }  # fmt: skip
 

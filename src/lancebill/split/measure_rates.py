@@ -21,14 +21,16 @@ from lancebill.split.streamed import Stage
 from lancebill.split.ways import Rates
 
 BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
-COUNTS = (1, 16, 64)  # tokens of an expert: it is read, it is one tile, computing takes longer than reading
+# Tokens of an expert: it is read; part of a tile; a whole one; computing takes longer than reading; and about the most
+# with which the CPU is still worth asking, because a line drawn further misleads.
+COUNTS = (1, 8, 16, 64, 128)
 _EXPERTS = 12  # at least, so that they do not fit the CPU's caches
 _COPIES = 8  # waves that are copied while the CPU computes
 _BEST_OF = 3
 
 
 def measure_rates(host: CpuExecutor, stage: Stage, lane: CudaLane) -> Rates:
-    """Takes some ten milliseconds, once for each problem."""
+    """Takes some tenths of a second, once for each problem."""
     each = sum(t[0].nbytes for tensors in host.tensors.packed().values() for t in tensors.values())
     flops = 2 * sum(shape.n * shape.k for shape in host.problem.matrices.values())
     points: list[tuple[float, float]] = []

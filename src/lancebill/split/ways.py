@@ -35,6 +35,7 @@ class Rates:
     wave_experts: int = 1
     call_us: float = 20.0  # to the CPU and back
     wait_us: float = 250.0  # until the host knows which experts are used, and the first copies are queued
+    sums_gbs: float = 5.5  # the CPU clears and writes the sums of all rows, however few of its experts they use
     cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
 
     def cpu_us(self, size: ExpertSize, tokens: float) -> float:
@@ -52,7 +53,7 @@ class Rates:
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
-BOTH_WORTH = 0.9  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
+BOTH_WORTH = 0.85  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
 
@@ -106,7 +107,8 @@ def choose_ways(
     on_gpu = size.bytes / rates.pack_gbs / 1e3 + compute_us
     each = max(size.bytes / rates.copy_gbs / 1e3, on_gpu)
     last = on_gpu * rates.wave_experts  # the last wave is computed when all copies have ended
-    cpu_us = [0.0, *(total + rates.call_us + rows_us for total in accumulate(on_cpu(counts[e]) for e in order))]
+    call_us = rates.call_us + rows_us + tokens * size.row_bytes / rates.sums_gbs / 1e3
+    cpu_us = [0.0, *(total + call_us for total in accumulate(on_cpu(counts[e]) for e in order))]
     stream_us = [rates.wait_us + left * each + last + rows_us for left in range(len(order), 0, -1)] + [0.0]
     if order:
         stream_us[0] -= rows_us
