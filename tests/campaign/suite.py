@@ -5,8 +5,9 @@
     python tests/campaign/suite.py --coverage 1 --record     all files, and the branches they reach (needs coverage)
     python tests/campaign/suite.py --optimized 1 --record    the files of `make test-O`, under python -O
 
-Every file is a process of its own; `--workers` of them run at the same time. Files that are not done in `--seconds` are
-stopped; their figures are left out. `--reports FOLDER` keeps what pytest printed and reported.
+Without a GPU one pytest runs all files with `--workers`; with one, every file is a process of its own, and so many run
+at the same time. Files that are not done in `--seconds` are stopped; their figures are left out. `--reports FOLDER`
+keeps what pytest printed and reported.
 """
 
 from __future__ import annotations
@@ -50,33 +51,36 @@ class Run:
     end: float  # time.monotonic()
     reports: Path
     variables: Mapping[str, str]  # of the environment, besides the caller's
+    together: bool  # one pytest with so many workers; else one for each file, which shares the GPU with others
 
     def outcomes(self, files: Sequence[str]) -> dict[str, str]:
         """{test: passed, failed, skipped}, as pytest names tests."""
+        if self.together:
+            return self._run(files, "all", "-n", str(self.workers))
         with ThreadPoolExecutor(self.workers) as pool:
-            found = list(pool.map(self._one_file, files))
+            found = list(pool.map(lambda file: self._run([file], file.replace("/", "."), "-p", "no:xdist"), files))
         return {test: outcome for file in found for test, outcome in file.items()}
 
-    def _one_file(self, file: str) -> dict[str, str]:
-        report = self.reports / f"{file.replace('/', '.')}.xml"
-        command = [*self.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    def _run(self, files: Sequence[str], name: str, *options: str) -> dict[str, str]:
+        report = self.reports / f"{name}.xml"
+        command = [*self.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
         try:
             with report.with_suffix(".log").open("w") as log:
                 subprocess.run(
-                    [*command, f"--junitxml={report}", file], cwd=ROOT, stdout=log, stderr=log,
+                    [*command, *options, f"--junitxml={report}", *files], cwd=ROOT, stdout=log, stderr=log,
                     env={**os.environ, **self.variables}, timeout=max(1.0, self.end - time.monotonic()),
                 )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {f"{file}::{STOPPED}": STOPPED}
-        return read_report(report, file) if report.exists() else {f"{file}::no report": "failed"}
+            return {f"{file}::{STOPPED}": STOPPED for file in files}
+        return read_report(report) if report.exists() else {f"{file}::no report": "failed" for file in files}
 
 
-def read_report(report: Path, file: str) -> dict[str, str]:
+def read_report(report: Path) -> dict[str, str]:
     outcomes = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        outcomes[f"{file}::{case.get('name')}"] = outcome
+        outcomes[f"{case.get('file')}::{case.get('name')}"] = outcome
     return outcomes
 
 
@@ -198,7 +202,9 @@ def main() -> None:
         reports = Path(chosen.reports or name)
         reports.mkdir(parents=True, exist_ok=True)
         variables = measuring(folder) if chosen.coverage else {}
-        run = Run(tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, reports, variables)
+        run = Run(
+            tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, reports, variables, device == "cpu"
+        )
         if chosen.optimized:
             outcomes = run.outcomes(files_without_asserts())
             tallies["E2"] = _tally(Counter(outcomes.values()), outcomes)
