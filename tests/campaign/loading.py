@@ -6,12 +6,14 @@ A small layer has the sizes of Qwen3-30B-A3B (128 experts of 2048 x 768) and is 
 GPU a large one has those of DeepSeek-V4-Flash (256 of 4096 x 2048) as MXFP4. With a GPU they are loaded to it. Files
 are not in the page cache for the timed load; `disk` reads the same file with eight threads and does nothing else,
 `PCIe` copies pinned memory. Every load is in a process of its own, the second there, so that the rate is that of a
-layer in the middle of a model. A rank that holds half of the columns of a matrix reads short pieces of its rows: that
+layer in the middle of a model; the first layer is kept, so that its memory is not used again. Host memory includes all
+pinned memory of the process. A rank that holds half of the columns of a matrix reads short pieces of its rows: that
 load is listed apart.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -74,10 +76,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def measured(folder: Path, placement: Placement) -> dict[str, Any]:
     """The second load in this process; the first imports modules and compiles kernels."""
-    RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
+    first = RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     _forget(folder)
+    ctypes.CDLL(None).malloc_trim(0)  # what the first load has freed would not be counted
     device_before, before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0, _bytes_read()
     start = time.perf_counter()
     with Peak() as memory:
@@ -86,9 +89,10 @@ def measured(folder: Path, placement: Placement) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     held = sum(tensor.nbytes for tensor in layer.state_dict().values())
+    assert held == sum(tensor.nbytes for tensor in first.state_dict().values())
     read, from_disk = (after - start for start, after in zip(before, _bytes_read()))
     out = {"seconds": seconds, "read": read, "from_disk": from_disk}
-    out |= {"held": held, "host": memory.growth()["anonymous"]}
+    out |= {"held": held, "host": memory.growth()["anonymous"], "pinned": _pinned_bytes()}
     if DEVICE == "cuda":
         out["device_peak"] = torch.cuda.max_memory_allocated() - device_before
         out["device_final"] = torch.cuda.memory_allocated() - device_before
@@ -113,6 +117,12 @@ def _bytes_read() -> tuple[int, int]:
     """By read calls of this process, from files of any kind; and those that came from a disk, not from the cache."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"]), int(lines["read_bytes"])
+
+
+def _pinned_bytes() -> int:
+    """What torch has pinned, used or not: the most that was needed at a time, as it gives nothing back."""
+    sizes = torch.cuda.host_memory_stats() if DEVICE == "cuda" else {}
+    return max((size for name, size in sizes.items() if name.endswith("_bytes.peak")), default=0)
 
 
 def _forget(folder: Path) -> None:
@@ -174,7 +184,7 @@ def _reached(details: Details) -> dict[str, float]:
     loads = [load for name, load in details["loads"].items() if name in (WHOLE, LARGE)]
     on_host = details["device"] == "cpu"
     out = {
-        "L2": max(load["host"] - (load["held"] if on_host else 0) for load in loads),
+        "L2": max(load["host"] + load.get("pinned", 0) - (load["held"] if on_host else 0) for load in loads),
         "L3": max(_overread(details).values()),
     }
     if on_host:

@@ -8,14 +8,16 @@ import torch
 
 from lancebill.checkpoint.load.load_experts import LayerPlan
 from lancebill.checkpoint.load.memory import expert_bytes, level_bytes
+from lancebill.checkpoint.load.staging import BUFFER_BYTES
 
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already
 WORKING_BYTES = 192 << 20  # of all threads together
-READ_BYTES = 256 << 20  # of all slices that are read ahead, or wait to be packed
-MOST_READERS = 8  # threads; a disk needs several reads at a time to reach its rate
+READ_BYTES = 256 << 20  # of pinned memory
+COPIED = 3  # slices whose pinned memory may not be free yet while they are copied and packed
+MOST_READERS, FEWEST_READERS = 12, 3  # threads; a disk needs several reads at a time to reach its rate
 
 
 def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
@@ -30,8 +32,8 @@ def step_for(plan: LayerPlan, device: torch.device) -> int:
 
 
 def read_step(plan: LayerPlan, device: torch.device) -> int:
-    """How many experts a slice has that is read ahead for a GPU: so few that all threads can read."""
-    return min(step_for(plan, device), _experts_in(plan, READ_BYTES // MOST_READERS))
+    """How many experts a slice has that is read ahead for a GPU: as many as fit a buffer, so that all threads read."""
+    return min(step_for(plan, device), _experts_in(plan, BUFFER_BYTES))
 
 
 def held_step(plan: LayerPlan) -> int:
@@ -49,13 +51,14 @@ def workers_for(plan: LayerPlan, slices: int) -> int:
 
 
 def readers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
-    """Threads that read ahead for a GPU; at least two, so that one reads while a slice is packed."""
+    """Threads that read ahead for a GPU."""
     return min(slices, MOST_READERS, read_ahead(plan, device)) or 1
 
 
 def read_ahead(plan: LayerPlan, device: torch.device) -> int:
     """How many slices are read, or wait to be packed: more than there are threads, so that none waits for another."""
-    return max(2, READ_BYTES // max(1, read_step(plan, device) * _packed_bytes(plan)))
+    buffers = -(-read_step(plan, device) * _packed_bytes(plan) // BUFFER_BYTES) or 1
+    return max(FEWEST_READERS, READ_BYTES // (buffers * BUFFER_BYTES) - COPIED)
 
 
 def _experts_in(plan: LayerPlan, most: int) -> int:
