@@ -80,11 +80,11 @@ def test_pushed_gpu_tensors_stay_on_the_gpu(fmt: str, part: str, family: str, fo
     _assert_same(layer, want)
 
 
-def test_pushed_tensors_of_either_device_give_one_layer() -> None:
+def test_pushed_tensors_of_any_memory_give_one_layer() -> None:
     made = make_checkpoint("fp8", "block")
     options: dict[str, Any] = {"device": "cuda", "backend": OURS}
     want = _pulled(made, **options)
-    for move in (Tensor.cpu, Tensor.cuda):
+    for move in (Tensor.cpu, Tensor.pin_memory, Tensor.cuda):
         experts = ModelExperts(made.config, **options)
         assert not list(experts.divert((name, move(tensor)) for name, tensor in made.tensors.items()))
         _assert_same(experts.finish()[0], want)
