@@ -56,7 +56,7 @@ class Run:
     def outcomes(self, files: Sequence[str]) -> dict[str, str]:
         """{test: passed, failed, skipped}, as pytest names tests."""
         if self.together:
-            return self._run(files, "all", "-n", str(self.workers))
+            return self._run(files, "suite", "-n", str(self.workers))
         with ThreadPoolExecutor(self.workers) as pool:
             found = list(pool.map(lambda file: self._run([file], file.replace("/", "."), "-p", "no:xdist"), files))
         return {test: outcome for file in found for test, outcome in file.items()}
