@@ -35,7 +35,7 @@ class Rates:
     wave_experts: int = 1
     call_us: float = 20.0  # to the CPU and back
     wait_us: float = 250.0  # until the host knows which experts are used, and the first copies are queued
-    sums_gbs: float = 5.5  # the CPU clears and writes the sums of all rows, however few of its experts they use
+    sums_gbs: float = 5.5  # sums of all rows, however few of the CPU's experts they use: fitted to recorded runs
     cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
 
     def cpu_us(self, size: ExpertSize, tokens: float) -> float:
