@@ -121,8 +121,9 @@ def _bytes_read() -> tuple[int, int]:
 
 def _pinned_bytes() -> int:
     """What torch has pinned, used or not: the most that was needed at a time, as it gives nothing back."""
-    sizes = torch.cuda.host_memory_stats() if DEVICE == "cuda" else {}
-    return max((size for name, size in sizes.items() if name.endswith("_bytes.peak")), default=0)
+    if DEVICE == "cpu":
+        return 0
+    return max(size for name, size in torch.cuda.host_memory_stats().items() if name.endswith("_bytes.peak"))
 
 
 def _forget(folder: Path) -> None:
