@@ -219,16 +219,16 @@ def test_non_finite_and_tiny_rows(spec: str, activations: str) -> None:
     x[5] *= 1e-36
     x[6] = 0
     offsets = Contiguous(torch.tensor([0, 8]))
-    for backend in (REFERENCE, *map(Cpu, LEVELS)):
+    for name, backend in (("reference", REFERENCE), *((str(level), Cpu(level)) for level in LEVELS)):
         packed = weights.packed(backend.layout(problem))
         got = backend.run(backend.plan(problem, 8, CPU), x, offsets, packed, torch.empty(8, 128))
         if backend is REFERENCE:
             want = got
             assert want[4].abs().max() > 1e-31 and want[5].abs().max() > 1e-37
-        assert got.isfinite().all(1).tolist() == [True, False, False, False, True, True, True, True], backend
-        assert not got[1:4].isfinite().any() and torch.equal(got[6], want[6])
+        assert got.isfinite().all(1).tolist() == [True, False, False, False, True, True, True, True], name
+        assert not got[1:4].isfinite().any() and torch.equal(got[6], want[6]), name
         for row, factor in ((0, 1.0), (4, 1e30), (5, 1e36), (7, 1.0)):
-            assert worst_row(got[row : row + 1] * factor, want[row : row + 1] * factor) <= 6e-3, (backend, row)
+            assert worst_row(got[row : row + 1] * factor, want[row : row + 1] * factor) <= 6e-3, (name, row)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)

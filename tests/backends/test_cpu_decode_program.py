@@ -46,9 +46,10 @@ def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_a_row_does_not_depend_on_the_others(level: object) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_row_does_not_depend_on_the_others(level: object, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    weights, x = torch.randn(21, 70).bfloat16(), torch.randn(13, 70)
+    weights, x = torch.randn(21, 70).to(dtype), torch.randn(13, 70)
     together = program(level, 13)
     out = together.buffer("out", 21)
     together.dense(together.buffer("x", 70).copy_(x), [(weights, None)], out)

@@ -105,6 +105,8 @@ inline void _tile_stored(int t, void* base, long stride) {
   for (int i = 0; i < emulated_lines[t]; i++)
     std::memcpy(static_cast<char*>(base) + i * stride, emulated_tiles[t].lines[i], emulated_bytes[t]);
 }
+// The instruction takes numbers below 2^-126 for zero.
+inline float flushed(float number) { return std::fabs(number) < 0x1p-126f ? 0 : number; }
 inline void _tile_dpbf16ps(int c, int a, int b) {
   const auto half = [](const EmulatedTile& tile, int line, int i) {
     std::uint16_t bits;
@@ -112,14 +114,14 @@ inline void _tile_dpbf16ps(int c, int a, int b) {
     const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
     float value;
     std::memcpy(&value, &wide, 4);
-    return value;
+    return flushed(value);
   };
   for (int m = 0; m < emulated_lines[c]; m++)
     for (int n = 0; n < emulated_bytes[c] / 4; n++) {
       float sum;
       std::memcpy(&sum, emulated_tiles[c].lines[m] + 4 * n, 4);
       for (int k = 0; k < emulated_bytes[a] / 2; k++)
-        sum += half(emulated_tiles[a], m, k) * half(emulated_tiles[b], k / 2, 2 * n + k % 2);
+        sum = flushed(sum + flushed(half(emulated_tiles[a], m, k) * half(emulated_tiles[b], k / 2, 2 * n + k % 2)));
       std::memcpy(emulated_tiles[c].lines[m] + 4 * n, &sum, 4);
     }
 }

@@ -52,6 +52,28 @@ LANCEBILL_INLINE Vector vector_at(const void* p) {
 LANCEBILL_INLINE void store_at(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof v); }
 LANCEBILL_INLINE Floats spread(float x) { return x - Floats{}; }
 
+// a * b + c, rounded once where the level can. Named, because the compiler may contract an expression in one loop and
+// round twice in another, and then a row's bits would depend on the number of rows.
+LANCEBILL_INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+LANCEBILL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 // The second half of the lanes is added to the first until one is left.
 LANCEBILL_INLINE float lanes_sum(Floats v) {
 #if defined(__AVX2__)

@@ -32,7 +32,7 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
   const auto add = [&](int64_t k, const Floats (&weights)[N]) __attribute__((always_inline)) {
     LANCEBILL_EACH(i, M) {
       const Floats input = vector_at<Floats>(x + i * x_stride + k);
-      LANCEBILL_EACH(n, N) sums[n][i] += weights[n] * input;
+      LANCEBILL_EACH(n, N) sums[n][i] = multiply_add(weights[n], input, sums[n][i]);
     }
   };
   int64_t k = 0;
@@ -58,7 +58,9 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
   LANCEBILL_EACH(n, N) {
     LANCEBILL_EACH(i, M) {
       float total = lanes_sum(sums[n][i]);
-      for (int64_t j = k; j < columns; j++) total += Stored::one(w[n * columns + j]) * x[i * x_stride + j];
+      for (int64_t j = k; j < columns; j++) {
+        total = multiply_add(Stored::one(w[n * columns + j]), x[i * x_stride + j], total);
+      }
       out[i * out_stride + row + n] = total + (m.bias == nullptr ? 0 : m.bias[row + n]);
     }
   }

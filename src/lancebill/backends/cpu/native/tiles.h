@@ -96,15 +96,15 @@ void tile_pass(int64_t input_tiles, const Expander& weights, int64_t tiles, cons
 struct Amx : Avx512 {
   static constexpr bool tiles = true;
 
-  // Writes an input row as bf16: the upper halves of the fp32 values, which are exact. For TABLE4 the columns are
-  // permuted to match the pairs of `table_unit`. Returns the factor for the sums of this row.
+  // Writes an input row as bf16: the upper halves of the fp32 values, which are exact. Rows are scaled by a power of
+  // two, because tile products below 2^-126 count as zero. For TABLE4 the columns are permuted to match the pairs of
+  // `table_unit`. Returns the factor for the sums of this row.
   static float write_tile_row(const Packed& p, const float* values, uint8_t* record) {
-    const float peak = expands_in_fp16(p) ? largest(values, p.columns) : 1;
-    const bool rescaled = expands_in_fp16(p) && finite(peak);
-    constexpr uint32_t kLeast = uint32_t{127 + kInputExponent - 126} << 23, kOne = uint32_t{254 + kInputExponent} << 23;
-    const uint32_t exponent = max_of(bits_as<uint32_t>(peak) & kExponentMask, kLeast);
-    const float factor = rescaled ? bits_as<float>(exponent) : 1;
-    const __m512 input_scale = _mm512_set1_ps(rescaled ? bits_as<float>(kOne - exponent) : 1);
+    const uint32_t target = expands_in_fp16(p) ? kInputExponent : 1;  // of the row's largest value
+    const float peak = largest(values, p.columns);
+    const uint32_t exponent = max_of(bits_as<uint32_t>(peak) & kExponentMask, (target + 1) << 23);
+    const float scale = finite(peak) ? bits_as<float>(((254 + target) << 23) - exponent) : 1;
+    const __m512 input_scale = _mm512_set1_ps(scale);
     const __m512i natural = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i paired = _mm512_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     const __m512i order = p.matrix->codes == LANCEBILL_TABLE4 ? paired : natural;
@@ -114,7 +114,7 @@ struct Amx : Avx512 {
       const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(record + 2 * k), halves);
     }
-    return factor;
+    return (expands_in_fp16(p) ? 0x1p112f : 1) / scale;
   }
 
   // Implements `multiply_blocks` in layer.h.
