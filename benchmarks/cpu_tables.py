@@ -21,8 +21,8 @@ def _linear_table(file: ResultFile) -> str:
     threads = file.record["rows"][0]["threads"]
     note = (
         f"ms of `QuantizedLinear` with so many rows of bf16 on {file.machine_title}, {threads} threads: the fastest "
-        "call with cold caches (the time in which the same threads read as many bytes, as a share of it). "
-        f"{links(file.name)}"
+        "call with cold caches (the time in which the same threads read as many bytes, as a share of it)."
+        f"{_load(file, threads)} {links(file.name)}"
     )
     return markdown_table(("rows", *(str(count) for count in counts)), rows, note)
 
@@ -36,9 +36,16 @@ def _streams_table(file: ResultFile) -> str:
     rows = [(row["rows"], f"{row['median_ms']:.1f}", f"{row['throughput']:.2f}x") for row in record["steps"]]
     note = (
         f"A model of the demo's size ({record['model']}) on {file.machine_title}, {record['threads']} threads: ms of a "
-        f"native step with so many sequences, and throughput against one.{_served(served)} {links(file.name)}"
+        f"native step with so many sequences, and throughput against one.{_served(served)}"
+        f"{_load(file, record['threads'])} {links(file.name)}"
     )
     return markdown_table(("sequences", "a step", "throughput"), rows, note)
+
+
+def _load(file: ResultFile, threads: int) -> str:
+    """The machine's load where it was more than the run's own threads."""
+    load = file.record.get("load", 0)
+    return f" The machine's load was {load:.1f}." if load >= threads + 1 else ""
 
 
 def _served(served: dict[str, Any]) -> str:

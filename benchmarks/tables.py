@@ -157,10 +157,21 @@ def _cpu_table(files: list[ResultFile]) -> str:
     )
     note = (
         f"ms of a layer of Qwen3-30B-A3B on {files[0].machine_title}: the fastest call with cold caches, and the "
-        f"peer's time over ours (of the fastest calls, of the medians).{several} "
+        f"peer's time over ours (of the fastest calls, of the medians).{several}{_part_of_experts(files)} "
         f"{links(*(file.name for file in files))}"
     )
     return table_by_tokens(cells, note)
+
+
+def _part_of_experts(files: list[ResultFile]) -> str:
+    """Says which runs had fewer experts than the others, and the machine's load in them."""
+    most = max(file.record["layer"]["experts"] for file in files)
+    return "".join(
+        f" {file.path.stem} has {file.record['layer']['experts']} of the {most} experts; the machine's load was "
+        f"{file.record['load']:.1f}."
+        for file in files
+        if file.record["layer"]["experts"] < most
+    )
 
 
 def _rows_by_contestant(files: list[ResultFile]) -> dict[str, dict[int, list[dict[str, Any]]]]:
