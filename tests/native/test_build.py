@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lancebill.backends.cpu import native
-from lancebill.native import build
+from lancebill.native import build, load
 
 COMPILER = build.compiler() is not None
 PRINT_LEVEL = "from lancebill.backends.cpu import native; print(native.state().why)"
@@ -71,6 +71,18 @@ def test_build_without_a_compiler_raises(tmp_path: Path, monkeypatch: pytest.Mon
     assert build.compiler() is None
     with pytest.raises(build.BuildFailed, match="no C\\+\\+ compiler"):
         build.build(build.KERNELS, tmp_path / "lib.so")
+
+
+def test_a_library_that_is_not_built_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(load.SWITCH, raising=False)
+    missing = build.NativeLibrary(tmp_path, "lib.so")
+    hints = [load.open_library(missing, "kernels").hint]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    opened = load.open_library(missing, "kernels")
+    assert opened.calls is None and opened.why == "kernels are not built"
+    assert opened.hint == f"install a C++ compiler, then: {build.COMMAND}"
+    assert not COMPILER or hints == [build.COMMAND]
 
 
 def test_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def test_every_reason_is_listed() -> None:
 def test_a_requested_backend_is_chosen_or_refused() -> None:
     words = ("--shape", "8,64,64,2", "--weights", "mxfp4", "--device", "cpu")
     assert parsed(*words, "--backend", "shy")["choice"] == "shy"
+    assert "shy, as requested" in call("explain", *words, "--backend", "shy").stdout
     refused = parsed(*words, "--backend", "picky", code=PROBLEM)
     assert refused["choice"] is None
     assert len(refused["backends"]) == 3
