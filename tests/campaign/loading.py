@@ -120,10 +120,14 @@ def _bytes_read() -> tuple[int, int]:
 
 
 def _pinned_bytes() -> int:
-    """What torch has pinned, used or not: the most that was needed at a time, as it gives nothing back."""
+    """What torch has pinned, used or not: the most that was needed at a time, as it gives nothing back.
+
+    Releases call it `reserved_bytes` or, later, `allocated_bytes`. Before that, the latter counts every reuse.
+    """
     if DEVICE == "cpu":
         return 0
-    return max(size for name, size in torch.cuda.host_memory_stats().items() if name.endswith("_bytes.peak"))
+    stats = torch.cuda.host_memory_stats()
+    return int(stats.get("reserved_bytes.current", stats.get("allocated_bytes.current")))
 
 
 def _forget(folder: Path) -> None:

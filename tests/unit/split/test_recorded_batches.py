@@ -14,7 +14,8 @@ from lancebill.moe.model_shapes import NAMED
 from lancebill.split import ways as ways_module
 from lancebill.split.ways import ExpertSize, Rates, Ways, choose_ways, expected_ways
 
-RUNS = {"2026-11-17t203500-6a2252e": 1024, "2026-11-17t230049-b9127d9": 2048}  # with the rows of a call of the CPU then
+# With the rows of a call of the CPU then.
+RUNS = {"2026-11-17t203500-6a2252e": 1024, "2026-11-17t230049-b9127d9": 2048, "2026-11-17t234130-a9fabef": 2048}
 
 
 @dataclass(frozen=True)
