@@ -221,10 +221,11 @@ def _weight_count(layer: StoredLayer) -> int:
 
 def show(summary: Mapping[str, Any], out: Console) -> None:
     top = f", top {summary['top_k']}" if summary["top_k"] else ""
+    names = f" ({summary['names']})" if summary["names"] else ""  # unknown if no layer is complete
     out.print(f"[bold]{escape(summary['path'])}[/]", soft_wrap=True)
     facts = ui.table("", "")
     facts.show_header = False
-    facts.add_row("format", f"[bold cyan]{summary['format']}[/], names of {summary['family']} ({summary['names']})")
+    facts.add_row("format", f"[bold cyan]{summary['format']}[/], names of {summary['family']}{names}")
     facts.add_row("experts", f"{summary['layers']} layers x {_of_mixtures(summary, 'experts')} experts{top}")
     facts.add_row("sizes", f"hidden {summary['hidden']}, intermediate {_of_mixtures(summary, 'intermediate')}")
     bits = f", {summary['bits_per_weight']:.3f} bits per weight" if summary["bits_per_weight"] else ""
