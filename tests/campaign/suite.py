@@ -7,7 +7,7 @@
 
 Without a GPU one pytest runs all files with `--workers`; with one, every file is a process of its own, and so many run
 at the same time. Files that are not done in `--seconds` are stopped; their figures are left out. `--reports FOLDER`
-keeps what pytest printed and reported.
+keeps what pytest printed and reported; with `--kept 1` that is judged again, and nothing is run.
 """
 
 from __future__ import annotations
@@ -125,20 +125,24 @@ def files_without_asserts() -> list[str]:
     return [file for file in all_files() if file.startswith(named) and not left_out.search(file)]
 
 
-def covered(folder: Path, reports: Path) -> dict[str, Any]:
-    """Lines and branches that all files together reached. coverage's own list is written to `reports`."""
+def combine(folder: Path, reports: Path) -> None:
+    """Write what all processes together reached to coverage.json."""
     tool, data = [sys.executable, "-m", "coverage"], f"--data-file={folder / 'all'}"
     parts = [str(path) for path in (folder / "data").iterdir()]
     subprocess.run([*tool, "combine", "-q", data, *parts], cwd=ROOT, check=True)
     subprocess.run([*tool, "json", "-q", "-i", data, "-o", str(reports / "coverage.json")], cwd=ROOT, check=True)
-    report = json.loads((reports / "coverage.json").read_text())
-    raises = [
-        site for name, each in report["files"].items() for site in raise_sites(ROOT / name, each["executed_lines"])
-    ]
-    worst = sorted(report["files"].items(), key=lambda item: -item[1]["summary"]["missing_branches"])[:25]
+
+
+def covered(reports: Path) -> dict[str, Any]:
+    """Lines and branches of the package that were reached; modules that tests write are not part of it."""
+    files = json.loads((reports / "coverage.json").read_text())["files"]
+    package = {name: each for name, each in files.items() if name.startswith("src/")}
+    raises = [site for name, each in package.items() for site in raise_sites(ROOT / name, each["executed_lines"])]
+    worst = sorted(package.items(), key=lambda item: -item[1]["summary"]["missing_branches"])[:25]
+    counted = ("covered_branches", "num_branches", "covered_lines", "num_statements")
     return {
         "raises": [len(raises), sum(raises)],
-        "totals": report["totals"],
+        "totals": {count: sum(each["summary"][count] for each in package.values()) for count in counted},
         "most missing": {name: each["summary"]["missing_branches"] for name, each in worst},
     }
 
@@ -190,7 +194,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     part = Part(
         "suite", __doc__, figures, device=device, workers=2, seconds=3600.0, coverage=0, optimized=0, only="",
-        reports="",
+        reports="", kept=0,
     )  # fmt: skip
     chosen, tallies, details = part.arguments, dict[str, Tally](), dict[str, Any]()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -209,13 +213,16 @@ def main() -> None:
             outcomes = run.outcomes(files_without_asserts())
             tallies["E2"] = _tally(Counter(outcomes.values()), outcomes)
         else:
-            outcomes = run.outcomes(chosen_files(targets, device, bool(chosen.coverage), only is not None))
+            files = chosen_files(targets, device, bool(chosen.coverage), only is not None)
+            outcomes = read_report(reports / "suite.xml") if chosen.kept else run.outcomes(files)
             for target in targets:
                 counts = count(outcomes, target.tests)
                 if (counts["passed"] or counts["failed"]) and not _stopped(target, outcomes):
                     tallies[target.name] = _tally(counts, outcomes, target.tests)
         if chosen.coverage:
-            details["coverage"] = covered(folder, reports)
+            if not chosen.kept:
+                combine(folder, reports)
+            details["coverage"] = covered(reports)
             totals = details["coverage"]["totals"]
             sites, reached = details["coverage"]["raises"]
             tallies["E1"] = Tally(sites, sites - reached)
