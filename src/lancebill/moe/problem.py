@@ -37,7 +37,7 @@ class Problem:
     w2: MatrixShape | None
     experts: int  # local slots; a part of a split layer may have none
     global_experts: int
-    top_k: int
+    top_k: int  # may exceed the experts: choices may be zero experts, which only a `Routing` counts
     activation: Activation = field(default_factory=Activation)
     input: DType = BF16
     activations: ActivationSpec = ACTIVATIONS["bf16"]

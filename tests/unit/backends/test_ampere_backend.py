@@ -18,6 +18,7 @@ from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.hopper import shipped as hopper_shipped
 from lancebill.backends.registry import registry
 from lancebill.backends.shipped import shipped_for, targets_of
+from lancebill.errors import SpecError
 from lancebill.jit.build import get_binary
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import KernelSource
@@ -71,6 +72,34 @@ def test_the_nearest_card_is_of_the_device_s_architecture() -> None:
     assert nearest_card(Device("cuda", 80, 0, 132)).name == "A100"  # an H200 that counts as sm_80
     assert nearest_card(Device("cuda", 88)).arch in (87, 89)
     assert {card.arch for card in CARDS} == set(ARCHS)
+
+
+def test_rates_of_cards_are_those_of_their_processors() -> None:
+    """Per clock an SM multiplies a fixed number of int8 pairs: rates give clocks of 1.3 to 2.7 GHz. bf16 with fp32 sums
+    has half that rate, on GeForce cards a quarter."""
+    per_clock = {80: 2048, 86: 1024, 87: 2048, 89: 1024, 90: 4096, 120: 1024, 121: 1024}
+    geforce = {"RTX 3090", "RTX 3060", "RTX 4090", "RTX 4060", "RTX 5090", "RTX 5080", "RTX 5060"}
+    for card in CARDS:
+        assert 1.29e9 < card.int8_tops * 1e12 / (2 * per_clock[card.arch] * card.processors) < 2.7e9, card
+        assert card.int8_tops / card.tensor_tflops == pytest.approx(4 if card.name in geforce else 2, rel=0.02), card
+
+
+def test_int8_inputs_are_estimated_at_their_own_rate() -> None:
+    """Four times that of bf16 on a GeForce card, twice on others, where multiplying takes all the time."""
+    for processors, ratio in ((82, 4), (72, 2)):
+        device = Device("cuda", 86, 0, processors)
+        times = [make_plan(qwen("int8", inputs), 1 << 16, device).estimate_us for inputs in ("bf16", "int8")]
+        assert times[0] / times[1] == pytest.approx(ratio, rel=0.02)
+
+
+@pytest.mark.parametrize("dispatch", [INDEXED, CONTIGUOUS, BATCHED])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_nothing_is_planned_without_experts(arch: int, dispatch: str) -> None:
+    """The oracle plans such a part of a split layer as one of one expert; nobody computes it."""
+    problem, device = replace(qwen("mxfp4"), experts=0, dispatch=dispatch), Device("cuda", arch)
+    for name in ("ampere", *(["hopper"] if arch == 90 else [])):
+        with pytest.raises(SpecError, match="nothing to plan without experts"):
+            registry()[name].plan(problem, 4, device)
 
 
 def test_estimates_grow_with_tokens() -> None:

@@ -25,6 +25,7 @@ from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.routing import Routing
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.spec import DENSE_BF16, MXFP4
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
@@ -56,6 +57,16 @@ def test_a_layer_without_experts_or_choices_is_refused(what: str, count: int) ->
     with pytest.raises(SpecError, match="needs experts") as refused:
         replace(_problem(96, 48, "silu"), **{what: count})
     assert what in str(refused.value) and str(count) in str(refused.value)
+
+
+def test_tokens_may_choose_more_experts_than_have_weights() -> None:
+    """The others are zero experts, which a problem does not count; a `Routing` knows all columns and checks them."""
+    problem = replace(_problem(96, 48, "silu"), top_k=3)
+    assert problem.top_k > problem.global_experts
+    routing = Routing(3, zero_experts=2)
+    routing.check(problem.global_experts + routing.zero_experts, biased=False)
+    with pytest.raises(SpecError, match="top_k is larger than the number of experts"):
+        routing.check(problem.global_experts, biased=False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "sm_80", "sm_90"])

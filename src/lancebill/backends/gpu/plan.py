@@ -13,6 +13,7 @@ from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.roofline import activated_experts
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 from lancebill.backends.gpu.workspace import SECOND
+from lancebill.errors import SpecError
 from lancebill.moe.problem import FAST, INDEXED, Problem
 
 SINGLE = "single"
@@ -67,6 +68,10 @@ class GpuPlan(Plan):
     decode: bool = False  # each slot is a tile
     arch: int = 90  # compute capability of the GPU
     graphed: bool = False  # submit the launches as one CUDA graph
+
+    def __post_init__(self) -> None:
+        if self.problem.experts < 1:  # a part of a split layer may have none, and is not computed then
+            raise SpecError("there is nothing to plan without experts", where="experts", expected=">= 1", got=0)
 
     @property
     def work(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lancebill.backends.gpu.cards import Card
+from lancebill.backends.gpu.kernels.weight_form import E4M3, S8
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.moe.problem import Problem
 
@@ -24,13 +25,14 @@ def estimate_us(layout: FragmentLayout, slots: int, card: Card, reached: Efficie
     """The slower of reading and multiplying, in microseconds.
 
     Read are the weights of the experts that `slots` rows activate, and rows between the GEMMs that do not fit into the
-    L2 cache. 8-bit numbers are multiplied at twice the rate of 16-bit numbers.
+    L2 cache. fp8 is multiplied at twice the rate of 16-bit numbers.
     """
     problem = layout.problem
     weights = activated_experts(problem, slots) * sum(layout.bytes(shape) for shape in problem.matrices.values())
     flops = 2 * slots * sum(shape.n * shape.k for shape in problem.matrices.values())
     reading = (weights + _uncached_bytes(problem, slots, card)) / (card.memory_gbs * 1e9 * reached.memory)
-    rate = card.tensor_tflops * (2 if layout.form(problem.w13).byte_inputs else 1)
+    inputs = layout.form(problem.w13).activations
+    rate = {E4M3: 2 * card.tensor_tflops, S8: card.int8_tops}.get(inputs, card.tensor_tflops)
     multiplying = flops / (rate * 1e12 * reached.tensor)
     return max(reading, multiplying) / _MICROSECOND + reached.call_us
 
