@@ -232,12 +232,15 @@ def test_completions_and_responses(served: Served) -> None:
     (judged,) = asked.completions.create(model="tiny", prompt="w3 w4", max_tokens=5, temperature=0, logprobs=2).choices
     assert judged.logprobs.tokens == expected.split() and judged.text == expected
     assert all(len(best) == 2 for best in judged.logprobs.top_logprobs)
+    starts = judged.logprobs.text_offset
+    assert [expected[start:end].strip() for start, end in zip(starts, [*starts[1:], None])] == expected.split()
     pieces = list(
         asked.completions.create(
-            model="tiny", prompt="w3 w4", max_tokens=5, temperature=0, stream=True,
+            model="tiny", prompt="w3 w4", max_tokens=5, temperature=0, stream=True, logprobs=2,
             stream_options={"include_usage": True},
         )
     )  # fmt: skip
+    assert [start for piece in pieces for choice in piece.choices for start in choice.logprobs.text_offset] == starts
     assert "".join(choice.text for piece in pieces for choice in piece.choices) == expected
     assert pieces[-1].usage.completion_tokens == 5 and not pieces[-1].choices
     options: dict[str, Any] = {"model": "tiny", "input": "w3 w4", "max_output_tokens": 5, "temperature": 0}

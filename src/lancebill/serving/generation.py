@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from lancebill.errors import QueueFull
@@ -22,6 +22,14 @@ class Piece:
     text: str
     tokens: tuple[Token, ...] = ()
     finish: str | None = None
+    starts: tuple[int, ...] = ()  # where in the answer each token's text begins, with the space before a word
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one answer as one."""
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    starts = tuple(start for piece in pieces for start in piece.starts)
+    return Piece(pieces[0].index, "".join(piece.text for piece in pieces), tokens, pieces[-1].finish, starts)
 
 
 class Generation:
@@ -53,7 +61,8 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """New text of all answers as it arrives, until all have ended."""
-        pending: list[list[Token]] = [[] for _ in self._answers]  # tokens whose text is not complete yet
+        # Tokens whose text is not complete yet, and where it begins:
+        pending: list[list[tuple[Token, int]]] = [[] for _ in self._answers]
         open_answers = set(range(len(self._answers)))
         while open_answers:
             index, event = await self._events.get()
@@ -62,7 +71,7 @@ class Generation:
             stream, finish = self._texts[index], None
             if isinstance(event, Token):
                 self.generated_tokens += 1
-                pending[index].append(event)
+                pending[index].append((event, stream.length))
                 text = stream.add(event.id)
             else:
                 text, finish = stream.finish(), event.reason
@@ -74,7 +83,8 @@ class Generation:
             if finish:
                 open_answers.discard(index)
             if text or finish:
-                yield Piece(index, text, tuple(pending[index]), finish)
+                tokens, starts = zip(*pending[index]) if pending[index] else ((), ())
+                yield Piece(index, text, tokens, finish, starts)
                 pending[index] = []
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from lancebill.serving.generation import Generation, Piece, usage
+from lancebill.serving.generation import Generation, Piece, joined, usage
 from lancebill.serving.requests import Served
 from lancebill.serving.sampling import Token
 
@@ -42,11 +42,7 @@ class _Choices(ABC):
         answers: dict[int, list[Piece]] = {}
         async for piece in generation.pieces():
             answers.setdefault(piece.index, []).append(piece)
-        choices = []
-        for index, pieces in sorted(answers.items()):
-            tokens = [token for piece in pieces for token in piece.tokens]
-            whole = Piece(index, "".join(piece.text for piece in pieces), tuple(tokens), pieces[-1].finish)
-            choices.append(self._choice(whole, generation))
+        choices = [self._choice(joined(pieces), generation) for _, pieces in sorted(answers.items())]
         return {**self._head, "object": self.name, "choices": choices, "usage": usage(generation)}
 
     async def events(self, generation: Generation) -> AsyncIterator[dict[str, Any]]:
@@ -123,10 +119,6 @@ class CompletionReply(_Choices):
 
     prefix, name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, served: Served) -> None:
-        super().__init__(served)
-        self._offsets: dict[int, int] = {}  # characters of each answer so far
-
     def _choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
         logprobs = self._logprobs(piece, generation)
         return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
@@ -138,9 +130,6 @@ class CompletionReply(_Choices):
         if generation.wanted.sampling.top_logprobs is None:
             return None
         texts = [self._text(token.id) for token in piece.tokens]
-        start = self._offsets.get(piece.index, 0)
-        offsets = [start + sum(map(len, texts[:i])) for i in range(len(texts))]
-        self._offsets[piece.index] = start + sum(map(len, texts))
         best = [{self._text(other): logprob for other, logprob in token.alternatives} for token in piece.tokens]
         logprobs = [token.logprob for token in piece.tokens]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": best, "text_offset": offsets}
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": best, "text_offset": list(piece.starts)}

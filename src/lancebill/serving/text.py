@@ -14,6 +14,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, tuple(stops)
         self.stopped = False
+        self.length = 0  # characters of all tokens so far, also of those that are held back
         self._tokens: list[int] = []
         self._context, self._read = 0, 0  # text of tokens before `_read` is known; those from `_context` precede it
         self._held = ""  # known text that may be the beginning of a stop string
@@ -35,7 +36,9 @@ class TextStream:
         if not final and (len(text) <= len(known) or text.endswith(INCOMPLETE)):
             return ""
         self._context, self._read = self._read, len(self._tokens)
-        return text[len(known) :]
+        new = text[len(known) :]
+        self.length += len(new)
+        return new
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""

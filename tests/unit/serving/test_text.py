@@ -47,3 +47,11 @@ def test_a_character_that_never_ends_is_shown_at_the_end() -> None:
     stream = TextStream(Bytes())
     assert stream.add("€".encode()[0]) == ""
     assert stream.finish() == "\ufffd"
+
+
+def test_the_length_counts_text_that_is_held_back() -> None:
+    stream, lengths = TextStream(Bytes(), ["END"]), []
+    for byte in "a€EN".encode():
+        stream.add(byte)
+        lengths.append(stream.length)
+    assert lengths == [1, 1, 1, 2, 3, 4]
