@@ -19,12 +19,15 @@ engine.set_environment()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm-all", action="store_true", help="every family and format, not a sample of them")
     parser.addoption("--vllm-record", action="store_true", help="write a file in benchmarks/results/vllm-cpu")
+    parser.addoption("--vllm-rest", action="store_true", help="likewise with -n 0: without what passed before")
     parser.addoption("--vllm-seconds", type=float, help="with --vllm-record and -n 0: start no test after this time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--vllm-record") and not hasattr(config, "workerinput"):  # workers report to the first process
-        config.pluginmanager.register(record.Recorder(config.getoption("--vllm-seconds")), "vllm-record")
+        without = record.passed_before() if config.getoption("--vllm-rest") else frozenset()
+        recorder = record.Recorder(config.getoption("--vllm-seconds"), without)
+        config.pluginmanager.register(recorder, "vllm-record")
 
 
 @pytest.fixture(scope="session")
