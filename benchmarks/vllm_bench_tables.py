@@ -2,64 +2,102 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from result_files import ResultFile, links, markdown_table, result_files
 from vllm_answers import compared
 
 NOTHING = "Nothing has been measured yet.\n"
+Server = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One case of one run, and the servers that have a figure."""
+
+    file: ResultFile
+    case: dict[str, int]
+    servers: list[Server]
+
+    @property
+    def trials(self) -> int:
+        """Answered trials of every server."""
+        return min(
+            sum("failure" not in trial for trial in _held(server, self.case)["trials"]) for server in self.servers
+        )
+
+    def cell(self, backend: str) -> str:
+        rates = {server["backend"]: float(_held(server, self.case)["tokens_per_s"]) for server in self.servers}
+        if backend not in rates:
+            return ""
+        best = max(rates[server["backend"]] for server in self.servers if not _is_ours(server))
+        ratio = f" ({rates[backend] / best:.2f}x)" if backend.startswith("ours") else ""
+        return f"{rates[backend]:,.0f}{ratio}"
+
+
+Columns = dict[tuple[int, ...], Column]
 
 
 def vllm_bench_serve() -> str:
-    """For each model and kind of activations the newest run that has ours and a peer."""
-    newest: dict[tuple[str, str], tuple[ResultFile, list[dict[str, Any]]]] = {}
+    """A table for each model and kind of activations: of each case the newest run that has ours and a peer."""
+    tables: dict[tuple[str, str], Columns] = {}
     for file in result_files("vllm-bench-serve"):
-        for activations in ("bf16", "fp8"):
-            held = [one for one in file.record["servers"] if one["activations"] == activations and one.get("cases")]
-            if len({_is_ours(one) for one in held}) == 2:
-                newest[file.record["model"], activations] = file, held
-    return "\n".join(_load_table(*found) for found in newest.values()) or NOTHING
+        servers = [server for server in file.record["servers"] if server.get("cases")]
+        for key in dict.fromkeys(_kind(file, server) for server in servers):
+            held = [server for server in servers if _kind(file, server) == key]
+            tables.setdefault(key, {}).update(_columns(file, held))
+    blocks = [_load_table(*key, columns) for key, columns in sorted(tables.items()) if columns]
+    return "\n".join(blocks) or NOTHING
 
 
-def _is_ours(server: dict[str, Any]) -> bool:
+def _kind(file: ResultFile, server: Server) -> tuple[str, str]:
+    return server.get("model") or file.record["model"], server["activations"]
+
+
+def _is_ours(server: Server) -> bool:
     return str(server["backend"]).startswith("ours")
 
 
-def _load_table(file: ResultFile, servers: list[dict[str, Any]]) -> str:
-    cases = [held["case"] for held in servers[0]["cases"] if all(_rate(one, held["case"]) for one in servers)]
-    rows = []
-    for server in sorted(servers, key=_is_ours):
-        cells = []
-        for case in cases:
-            best = max(_rate(one, case) for one in servers if not _is_ours(one))
-            rate = _rate(server, case)
-            cells.append(f"{rate:,.0f} ({rate / best:.2f}x)" if _is_ours(server) else f"{rate:,.0f}")
-        rows.append(("**lancebill**" if _is_ours(server) else server["backend"].removesuffix("-fp8"), *cells))
-    record = file.record
-    trials = {len(held["trials"]) for server in servers for held in server["cases"]}
+def _columns(file: ResultFile, servers: list[Server]) -> Columns:
+    """The cases for which ours and a peer have a figure."""
+    found: Columns = {}
+    for case in (held["case"] for held in servers[0]["cases"]):
+        measured = [server for server in servers if _held(server, case).get("tokens_per_s")]
+        if len({_is_ours(server) for server in measured}) == 2:
+            found[tuple(case.values())] = Column(file, case, measured)
+    return found
+
+
+def _load_table(model: str, activations: str, columns: Columns) -> str:
+    chosen = [columns[key] for key in sorted(columns, key=lambda key: (key[3] > 1, key[1], key[3]))]
+    servers = {server["backend"]: server for column in chosen for server in column.servers}
+    rows = [
+        (_backend_name(server), *(column.cell(backend) for column in chosen))
+        for backend, server in sorted(servers.items(), key=lambda item: (_is_ours(item[1]), item[0]))
+    ]
+    record = chosen[-1].file.record
+    trials = [column.trials for column in chosen]
     note = (
-        f"{record['model']}, MXFP4 x {servers[0]['activations']}: tokens per second by `vllm bench serve`, of prompts "
-        f"where one token is asked for, else of answers; median of {min(trials)} trials, servers in turns "
-        f"(ours over the best peer). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in "
-        f"parts of {record['stream_interval']} tokens; {_without_figures(servers, cases)}{links(file.name)}"
+        f"{model}, MXFP4 x {activations}: tokens per second by `vllm bench serve`, of prompts where one token is asked "
+        f"for, else of answers; median of {_range(trials)} trials, servers in turns (ours over the best peer of the "
+        f"same run). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in parts of "
+        f"{record['stream_interval']} tokens; {links(*dict.fromkeys(column.file.name for column in chosen))}"
     )
-    return markdown_table(("", *map(_case_name, cases)), rows, note)
+    return markdown_table(("", *(_case_name(column.case) for column in chosen)), rows, note)
 
 
-def _without_figures(servers: list[dict[str, Any]], cases: list[dict[str, int]]) -> str:
-    """Cases that the table lacks because prompts were not answered."""
-    reasons = {
-        _case_name(held["case"]): trial["failure"].partition(":")[0]
-        for server in servers
-        for held in server["cases"]
-        for trial in held["trials"]
-        if held["case"] not in cases and "failure" in trial
-    }
-    return "".join(f"{name}: no figure, {reason}; " for name, reason in reasons.items())
+def _range(counts: list[int]) -> str:
+    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
-def _rate(server: dict[str, Any], case: dict[str, int]) -> float:
-    return next((float(held.get("tokens_per_s", 0.0)) for held in server["cases"] if held["case"] == case), 0.0)
+def _backend_name(server: Server) -> str:
+    return "**lancebill**" if _is_ours(server) else str(server["backend"]).removesuffix("-fp8")
+
+
+def _held(server: Server, case: dict[str, int]) -> dict[str, Any]:
+    """What a server has of a case."""
+    return next((held for held in server["cases"] if held["case"] == case), {})
 
 
 def _case_name(case: dict[str, int]) -> str:

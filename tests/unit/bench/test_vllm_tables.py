@@ -158,23 +158,37 @@ def load_case(tokens_out: int, rate: float) -> dict[str, Any]:
     return {"case": case, "trials": [{}, {}], "tokens_per_s": rate}
 
 
-def test_load_tests_need_ours_and_a_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     assert vllm_bench_tables.vllm_bench_serve() == vllm_bench_tables.NOTHING
-    start = {"model": "qwen3-30b", "versions": {"vllm": "0.26.0"}, "stream_interval": 8}
-    ours = {"backend": "ours", "activations": "bf16", "cases": [load_case(1, 300.0), load_case(9, 30.0)]}
-    unanswered = load_case(9, 0.0) | {"trials": [{"failure": "5 of 16 prompts were answered: 400 Bad Request"}] * 2}
-    peer = {"backend": "humming", "activations": "bf16", "cases": [load_case(1, 200.0), unanswered]}
-    failed = {"backend": "marlin", "activations": "bf16", "failure": "out of memory"}
+    start = {"versions": {"vllm": "0.26.0"}, "stream_interval": 8}
+
+    def server(backend: str, *cases: dict[str, Any], model: str = "qwen3-30b") -> dict[str, Any]:
+        return {"model": model, "backend": backend, "activations": "bf16", "cases": list(cases)}
+
+    def unanswered(tokens_out: int) -> dict[str, Any]:
+        refused = {"failure": "5 of 16 prompts were answered: 400 Bad Request"}
+        return {"case": load_case(tokens_out, 0.0)["case"], "trials": [refused] * 2}
+
+    failed = {"model": "qwen3-30b", "backend": "marlin", "activations": "bf16", "failure": "out of memory"}
+    once = load_case(9, 40.0) | {"trials": [{}]}
+    runs = {
+        "a": [server("ours", load_case(1, 300.0), load_case(9, 30.0)), server("humming", load_case(1, 200.0)), failed],
+        "b": [server("ours", load_case(1, 1.0), once), server("marlin", unanswered(1), load_case(9, 20.0))],
+        "c": [server("ours", load_case(9, 7.0)), server("humming", unanswered(9))],
+        "d": [server("ours", load_case(9, 7.0), model="gpt-oss-120b"), server("marlin", load_case(9, 7.0))],
+    }
     (tmp_path / "vllm-bench-serve" / "h200").mkdir(parents=True)
-    for name, servers in {"a": [ours, peer, failed], "b": [ours, failed]}.items():
+    for name, servers in runs.items():
         path = tmp_path / "vllm-bench-serve" / "h200" / f"{name}.json"
         path.write_text(json.dumps(start | {"servers": servers}), encoding="utf-8")
     lines = vllm_bench_tables.vllm_bench_serve().splitlines()
-    assert lines[0] == "|  | 64 in, 1 out: 16 prompts, 8 at once |"
-    assert lines[2:4] == ["| humming | 200 |", "| **lancebill** | 300 (1.50x) |"]
-    assert "median of 2 trials" in lines[5] and "h200/a.json" in lines[5]
-    assert "64 in, 9 out: 16 prompts, 8 at once: no figure, 5 of 16 prompts were answered; [" in lines[5]
+    assert lines[0] == "|  | 64 in, 1 out: 16 prompts, 8 at once | 64 in, 9 out: 16 prompts, 8 at once |"
+    assert lines[2:5] == ["| humming | 200 |  |", "| marlin |  | 20 |", "| **lancebill** | 300 (1.50x) | 40 (2.00x) |"]
+    assert "median of 1 to 2 trials" in lines[6] and "h200/a.json), [" in lines[6] and "h200/b.json" in lines[6]
+    assert len(lines) == 7
 
 
 def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
