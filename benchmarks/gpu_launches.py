@@ -40,9 +40,8 @@ def labelled_launches(program: Program) -> list[tuple[str, bool, Launch]]:
 
 def tile_counter_reset(program: Program) -> Call:
     """A call that resets the tile counters. In a layer the dispatch does it; a GEMM alone would find no tile left."""
-    counters = workspace.views(program.bindings.workspace.memory, scratch(program.bindings.plan))["counts"].view(4, 4)[
-        :, 1:
-    ]
+    views = workspace.views(program.bindings.workspace.memory, scratch(program.bindings.plan))
+    counters = views["counts"].view(-1, 4)[:, 1:]  # of every launch, after the number of its tiles
     return lambda: counters.zero_()
 
 

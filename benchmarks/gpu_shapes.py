@@ -349,7 +349,7 @@ def hopper_layer(weights: Weights, device: torch.device) -> Contestant:
     """The Hopper backend, also where the GPU counts as an older one."""
     backend = registry()[HOPPER]
     layer = SampleLayer(weights.problem, backend, weights.packed(backend.layout(weights.problem)), device)
-    return lambda x, ids, routing_weights: layer(x, Indexed(ids, routing_weights))
+    return lambda x, ids, routing_weights: layer(x, Indexed(ids, routing_weights), torch.empty_like(x))
 
 
 def rank_map(problem: Problem, device: torch.device) -> torch.Tensor:
