@@ -40,7 +40,9 @@ def labelled_launches(program: Program) -> list[tuple[str, bool, Launch]]:
 
 def tile_counter_reset(program: Program) -> Call:
     """A call that resets the tile counters. In a layer the dispatch does it; a GEMM alone would find no tile left."""
-    views = workspace.views(program.bindings.workspace.memory, scratch(program.bindings.plan))
+    bindings = program.bindings
+    assert bindings.workspace is not None, "only a captured call's workspace is not kept"
+    views = workspace.views(bindings.workspace.memory, scratch(bindings.plan))
     counters = views["counts"].view(-1, 4)[:, 1:]  # of every launch, after the number of its tiles
     return lambda: counters.zero_()
 
@@ -76,7 +78,7 @@ def launch_times(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windo
         dependencies, launch.config.count = launch.config.count, 0
 
         def alone(launch: Launch = launch, is_gemm: bool = is_gemm) -> None:
-            if is_gemm and not program.plan.decode:
+            if is_gemm and not program.bindings.plan.decode:
                 reset_counters()
             launch(torch.cuda.current_stream().cuda_stream)
 
