@@ -148,7 +148,7 @@ class SkipList:
     wild: tuple[str, ...]
 
     def __contains__(self, name: str) -> bool:
-        listed = any(run in self.plain for run in component_runs(name))
+        listed = bool(self.plain) and any(run in self.plain for run in component_runs(name))
         return listed or any(fnmatchcase(f".{name}.", w) for w in self.wild)
 
 

@@ -73,7 +73,7 @@ def test_questions_are_answered_when_everything_is_launched(monkeypatch: pytest.
             generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=counts.append, source=source
         )
         assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
-    assert counts == [EXPERTS, EXPERTS] + [1] * EXPERTS
+    assert counts == [EXPERTS] + [1] * 2 * EXPERTS
     name = next(name for name in generated.tensors if "experts.3.up_proj.qzeros" in name)
     generated.tensors[name][0, 1] += 1
     with pytest.raises(BadValue, match=r"expert 3, up .*the middle code"):

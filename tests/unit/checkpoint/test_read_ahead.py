@@ -12,7 +12,7 @@ from torch import Tensor
 from lancebill.checkpoint.load import slice_sizes, staging
 from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, plan_layer, reads_of_experts
 from lancebill.checkpoint.load.load_layer import load_layer
-from lancebill.checkpoint.load.staging import DeviceReader, TensorSource, source_of
+from lancebill.checkpoint.load.staging import DeviceReader, Fetched, TensorSource, source_of
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve import manifest as manifests
@@ -66,20 +66,16 @@ def test_reads_are_known_before(fmt: str) -> None:
         assert list(map(repr, reads_of_experts(plan, range(EXPERTS)))) == list(map(repr, seen))
 
 
-def test_all_threads_read_a_layer_of_large_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk reaches its rate with as many reads at a time; what is read ahead is bounded nevertheless."""
+def test_what_is_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plans("fp8", next(iter(registry()["fp8"].examples())))[0][1]
     monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": 64 << 20})
     for size in (2 << 20, 13 << 20):
         monkeypatch.setattr(slice_sizes, "_packed_bytes", lambda plan, size=size: size)
         assert slice_sizes.read_step(plan, CPU) == staging.BUFFER_BYTES // size
-        assert slice_sizes.readers_for(plan, CPU, 100) == slice_sizes.MOST_READERS < slice_sizes.read_ahead(plan, CPU)
         assert slice_sizes.read_ahead(plan, CPU) * staging.BUFFER_BYTES < slice_sizes.READ_BYTES
-    monkeypatch.setattr(slice_sizes, "_packed_bytes", lambda plan: 30 << 20)
-    assert slice_sizes.readers_for(plan, CPU, 100) == slice_sizes.read_ahead(plan, CPU) == 5
-    monkeypatch.setattr(slice_sizes, "_packed_bytes", lambda plan: 1 << 30)
-    assert slice_sizes.readers_for(plan, CPU, 100) == slice_sizes.read_ahead(plan, CPU) == 3
-    assert slice_sizes.readers_for(plan, CPU, 2) == 2
+    for size, ahead in ((30 << 20, 5), (1 << 30, 3)):
+        monkeypatch.setattr(slice_sizes, "_packed_bytes", lambda plan, size=size: size)
+        assert slice_sizes.read_ahead(plan, CPU) == ahead
 
 
 @pytest.fixture(name="stored")
@@ -109,6 +105,35 @@ def test_each_tensor_is_read_once(
     assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
 
 
+def test_several_threads_read_one_slice(stored: tuple[Checkpoint, Recipe]) -> None:
+    """The first slice is complete soon, while later ones are read: no thread waits until all of them are."""
+    checkpoint, recipe = stored
+    lock, first, second = threading.Lock(), [True], threading.Event()
+    together: list[bool] = []
+
+    def read(name: str, index: Index) -> Tensor:
+        with lock:
+            is_first, first[0] = first[0], False
+        if is_first:
+            together.append(second.wait(timeout=20))
+        elif ".experts.0." in name:
+            second.set()
+        return checkpoint.read(name, index)
+
+    load_layer(read, recipe.plan, recipe.layout, out=recipe.allocate())
+    assert together == [True]
+
+
+def test_pinned_tensors_of_a_part_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceReader, "asynchronous", True)
+    tensors = {str(i): torch.full((2, 3), i) for i in range(4)} | {"other": torch.ones(1)}
+    reader = DeviceReader(lambda name, index: tensors[name], CPU, pinned=True)
+    found = reader.all([(str(i), ()) for i in range(4)])
+    assert isinstance(found, Tensor) and same_bits(found, torch.stack([tensors[str(i)] for i in range(4)]))
+    apart = reader.all([("0", ()), ("other", ())])
+    assert isinstance(apart, list) and [each.shape for each in apart] == [(2, 3), (1,)]
+
+
 def test_no_thread_reads_what_is_in_pinned_memory(stored: tuple[Checkpoint, Recipe]) -> None:
     checkpoint, recipe = stored
     threads: dict[TensorSource, set[int]] = {source: set() for source in TensorSource}
@@ -136,7 +161,8 @@ def test_tensors_of_files_are_read_into_the_buffers(stored: tuple[Checkpoint, Re
     checkpoint, recipe = stored
     reads = list(reads_of_experts(recipe.plan, [0]))
     reader = DeviceReader(checkpoint.read, CPU)
-    fetched = reader.fetch(reads)
+    fetched = Fetched(CPU)
+    reader.fetch(reads, fetched)
     with reader.using(fetched):
         tensors = [reader(name, index) for name, index in reads]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1

@@ -17,7 +17,8 @@ from torch import Tensor
 from lancebill.checkpoint.load.gate_and_up import Inputs, read_gate_and_up, read_together
 from lancebill.checkpoint.load.input_scales import InputScales, combine_input_scales, stack_inputs
 from lancebill.checkpoint.load.padding import pad
-from lancebill.checkpoint.load.projections import Read, Span, read_projection, read_projections, reads_of
+from lancebill.checkpoint.load.projections import Span, read_projection, read_projections, reads_of
+from lancebill.checkpoint.load.staging import Read
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP

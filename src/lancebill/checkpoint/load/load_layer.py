@@ -8,21 +8,24 @@ calling thread decodes and packs on its stream. What is on the GPU already is no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts, reads_of_experts
 from lancebill.checkpoint.load.slice_sizes import (
+    PIECES,
+    READERS,
     held_step,
+    pinned_step,
     read_ahead,
     read_step,
-    readers_for,
     slices_of,
     step_for,
     workers_for,
 )
-from lancebill.checkpoint.load.staging import DeviceReader, Fetched, TensorSource
+from lancebill.checkpoint.load.staging import DeviceReader, Fetched, Read, TensorSource
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
@@ -53,7 +56,8 @@ def load_layer(
     packed = (
         {"w13": layout.allocate(plan.w13, count), "w2": layout.allocate(plan.w2, count)} if out is None else dict(out)
     )
-    reader = DeviceReader(read, next(iter(packed["w13"].values())).device)
+    device, pinned = next(iter(packed["w13"].values())).device, source is TensorSource.PINNED
+    reader = DeviceReader(read, device, pinned=pinned)
     work = _Work(reader, read if source is TensorSource.DEVICE else reader, plan, layout, packed)
     doubts: list[tuple[Slots, Tensor]] = []
     for done, (cost, doubt) in work.filled(range(count) if slots is None else slots, source):
@@ -71,6 +75,16 @@ def load_layer(
     return packed
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Some of the reads of a slice, which one thread does; and all that is read of the slice."""
+
+    slots: Slots
+    fetched: Fetched
+    reads: Sequence[Read]
+    last: bool  # of its slice
+
+
 class _Work:
     """How the slices of one load are filled."""
 
@@ -86,13 +100,13 @@ class _Work:
             slices = slices_of(slots, step_for(plan, device))
             yield from map_in_order(self._fill_as_usual, slices, workers_for(plan, len(slices)))
         elif source is TensorSource.FILES:
-            slices = slices_of(slots, read_step(plan, device))
-            readers, ahead = readers_for(plan, device, len(slices)), read_ahead(plan, device)
-            for each, fetched in map_in_order(self._fetch, slices, readers, ahead):
-                with self.reader.using(fetched):
-                    yield each, self._fill_as_usual(each)
+            ahead = PIECES * (read_ahead(plan, device) - 1)  # they begin inside a slice
+            for piece, _ in map_in_order(self._fetch, self._pieces(slots), READERS, ahead):
+                if piece.last:
+                    with self.reader.using(piece.fetched):
+                        yield piece.slots, self._fill_as_usual(piece.slots)
         else:  # threads would only take turns with this one
-            step = held_step(plan) if source is TensorSource.DEVICE else step_for(plan, device)
+            step = held_step(plan) if source is TensorSource.DEVICE else pinned_step(plan, device)
             yield from ((each, self._fill_as_usual(each)) for each in slices_of(slots, step))
 
     def fill(self, slots: Slots) -> list[tuple[str, Loss]]:
@@ -109,8 +123,16 @@ class _Work:
             cost = self.fill(slots)
         return cost, any_set(flags) if flags else None
 
-    def _fetch(self, slots: Slots) -> Fetched:
-        return self.reader.fetch(reads_of_experts(self.plan, self._experts(slots)))
+    def _pieces(self, slots: Slots) -> Iterator[_Piece]:
+        """What the threads read, slice after slice."""
+        for each in slices_of(slots, read_step(self.plan, self.reader.device)):
+            reads = list(reads_of_experts(self.plan, self._experts(each)))
+            fetched, step = Fetched(self.reader.device), -(-len(reads) // PIECES)
+            for first in range(0, len(reads), step):
+                yield _Piece(each, fetched, reads[first : first + step], last=first + step >= len(reads))
+
+    def _fetch(self, piece: _Piece) -> None:
+        self.reader.fetch(piece.reads, piece.fetched)
 
     def _experts(self, slots: Slots) -> list[int]:
         return [self.plan.experts[slot] for slot in slots]

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.read.slices import Index, Reader
+from lancebill.checkpoint.load.staging import DeviceReader, Read
+from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection, StoredPart
 from lancebill.errors import LancebillError
 from lancebill.formats import axes as ax
@@ -25,7 +26,6 @@ from lancebill.numbers.weight import LogicalWeight, expert_of, stack_experts
 Span = tuple[int, int]
 Area = tuple[Span, Span]  # rows and columns
 Found = Tensor | list[Tensor]  # one part of several experts: [experts, ...], or a tensor for each
-Read = tuple[str, Index]  # a tensor and what to read of it
 CODES = "codes"
 
 
@@ -149,7 +149,7 @@ def _widen(span: Span, unit: int, size: int) -> Span:
 def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: Area) -> Found:
     """One part of all experts, sliced to the covering rows and columns; undoes a stored transposition."""
     source, reads = experts[0].sources[role], _part_reads(experts, role, around)
-    found = [read(name, index) for name, index in reads]
+    found = read.all(reads) if isinstance(read, DeviceReader) else [read(name, index) for name, index in reads]
     stacked = found[0] if len(found) < len(experts) else found  # one tensor has several experts
     matrix = len(ax.shape(source.axes, experts[0].stored_n, experts[0].k, source.part.ratio(source.dtype))) == 2
     return _stacked(stacked).mT.contiguous() if source.reversed and matrix else stacked

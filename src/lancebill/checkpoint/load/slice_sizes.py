@@ -13,11 +13,13 @@ from lancebill.checkpoint.load.staging import BUFFER_BYTES
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
-HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already
+HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
 WORKING_BYTES = 192 << 20  # of all threads together
 READ_BYTES = 256 << 20  # of pinned memory
 COPIED = 3  # slices whose pinned memory may not be free yet while they are copied and packed
-MOST_READERS, FEWEST_READERS = 12, 3  # threads; a disk needs several reads at a time to reach its rate
+FEWEST_AHEAD = 3  # slices, however large
+READERS = 12  # threads; a disk needs several reads at a time to reach its rate
+PIECES = 8  # of a slice, at most, each read by one thread: slices are complete in their order
 
 
 def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
@@ -36,6 +38,12 @@ def read_step(plan: LayerPlan, device: torch.device) -> int:
     return min(step_for(plan, device), _experts_in(plan, BUFFER_BYTES))
 
 
+def pinned_step(plan: LayerPlan, device: torch.device) -> int:
+    """How many experts are copied and packed together whose tensors are in pinned memory: with fewer calls the host
+    is as fast as the copies."""
+    return _experts_in(plan, HELD_BYTES) if plan.views_codes else step_for(plan, device)
+
+
 def held_step(plan: LayerPlan) -> int:
     """How many experts are packed together whose tensors are on the GPU: codes that stay where they are take no memory,
     and a call costs the host as much as reading a hundred experts."""
@@ -50,15 +58,10 @@ def workers_for(plan: LayerPlan, slices: int) -> int:
     return min(slices, max(2, min(torch.get_num_threads(), WORKING_BYTES // each))) or 1
 
 
-def readers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
-    """Threads that read ahead for a GPU."""
-    return min(slices, MOST_READERS, read_ahead(plan, device)) or 1
-
-
 def read_ahead(plan: LayerPlan, device: torch.device) -> int:
-    """How many slices are read, or wait to be packed: more than there are threads, so that none waits for another."""
+    """How many slices are read for a GPU, or wait to be packed."""
     buffers = -(-read_step(plan, device) * _packed_bytes(plan) // BUFFER_BYTES) or 1
-    return max(FEWEST_READERS, READ_BYTES // (buffers * BUFFER_BYTES) - COPIED)
+    return max(FEWEST_AHEAD, READ_BYTES // (buffers * BUFFER_BYTES) - COPIED)
 
 
 def _experts_in(plan: LayerPlan, most: int) -> int:

@@ -1,12 +1,14 @@
 """Reads tensors to the device that packs them. On a GPU, a few threads read ahead into pinned memory.
 
-The bytes of a slice of experts are read into a few pinned buffers. The thread that packs copies each buffer at once and
-without waiting, and finds the tensors in the copies. So the device has the stored bytes of one slice at a time, however
-many are read ahead.
+The bytes of a slice of experts are read into a few pinned buffers, by several threads, so that slices are complete in
+their order. The thread that packs copies each buffer at once and without waiting, and finds the tensors in the copies.
+So the device has the stored bytes of one slice at a time, however many are read ahead. Tensors that the caller has
+pinned are copied from where they are, those of one part together.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -21,6 +23,7 @@ BUFFER_BYTES = 16 << 20  # of pinned memory; a larger tensor has a buffer of its
 _ALIGNED = 256
 
 Key = tuple[object, ...]
+Read = tuple[str, Index]  # a tensor and what to read of it
 
 
 class TensorSource(Enum):
@@ -41,10 +44,13 @@ def source_of(tensors: Iterable[Tensor], device: torch.device) -> TensorSource:
 
 
 class DeviceReader:
-    """Reads tensors to a device. `fetch` is called by any thread, everything else by the one that packs."""
+    """Reads tensors to a device. `fetch` is called by any thread, everything else by the one that packs.
 
-    def __init__(self, read: Reader, device: torch.device) -> None:
-        self._read, self.device = read, device
+    `pinned`: what `read` returns is pinned, or on a device.
+    """
+
+    def __init__(self, read: Reader, device: torch.device, *, pinned: bool = False) -> None:
+        self._read, self.device, self._pinned = read, device, pinned
         self._fetched: Fetched | None = None
         self._reads_callers_memory = False
 
@@ -53,16 +59,14 @@ class DeviceReader:
         """Whether the device works while the host goes on."""
         return self.device.type == "cuda"
 
-    def fetch(self, reads: Iterable[tuple[str, Index]]) -> Fetched:
+    def fetch(self, reads: Iterable[Read], fetched: Fetched) -> None:
         """Read tensors into pinned memory. Those that cannot be read are left out: whoever needs them says where."""
-        fetched = Fetched(self.device)
         with reading_into(fetched.allocate):
             for name, index in reads:
                 try:
                     fetched.add(_key(name, index), self._read(name, index))
                 except LancebillError:
                     break
-        return fetched
 
     @contextmanager
     def using(self, fetched: Fetched) -> Iterator[None]:
@@ -79,6 +83,19 @@ class DeviceReader:
             if found is not None:
                 return self._to_device(found)
         return self._to_device(self._read(name, index))
+
+    def all(self, reads: Sequence[Read]) -> Tensor | list[Tensor]:
+        """Tensors of several experts: [experts, ...] if one copy to the device puts them together, else each."""
+        if not self._pinned or not self.asynchronous or self._fetched is not None:
+            return [self(name, index) for name, index in reads]
+        found = [self._read(name, index) for name, index in reads]
+        first = found[0]
+        if any(each.device.type != "cpu" or each.shape != first.shape or each.dtype != first.dtype for each in found):
+            return [self._to_device(each) for each in found]
+        together = torch.empty((len(found), *first.shape), dtype=first.dtype, device=self.device)
+        torch._foreach_copy_(list(together.unbind()), found, non_blocking=True)
+        self._reads_callers_memory |= first.is_pinned()
+        return together
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """A copy on the device. Tensors that the caller has pinned are copied from where they are."""
@@ -100,6 +117,7 @@ class Fetched:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._elsewhere: dict[Key, Tensor] = {}
+        self._allocating = threading.Lock()
         self._buffers: list[Tensor] = []
         self._copies: dict[int, Tensor] = {}  # by buffer
         self._used = 0  # bytes of the last buffer
@@ -108,23 +126,34 @@ class Fetched:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the last buffer, or of a new one."""
         size = torch.Size(shape).numel() * dtype.itemsize
-        if not self._buffers or self._used + size > len(self._buffers[-1]):
-            pinned = self._device.type == "cuda"
-            self._buffers.append(torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned))
-            self._used = 0
-        start, self._used = self._used, -(-(self._used + size) // _ALIGNED) * _ALIGNED
-        return self._buffers[-1][start : start + size].view(dtype).view(tuple(shape))
+        with self._allocating:
+            if not self._buffers or self._used + size > len(self._buffers[-1]):
+                pinned = self._device.type == "cuda"
+                self._buffers.append(torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned))
+                self._used = 0
+            start, self._used = self._used, -(-(self._used + size) // _ALIGNED) * _ALIGNED
+            buffer = self._buffers[-1]
+        return buffer[start : start + size].view(dtype).view(tuple(shape))
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """A tensor that was read, perhaps into memory of `allocate`."""
-        buffer = self._buffers[-1] if self._buffers else None
-        if buffer is None or not 0 <= tensor.data_ptr() - buffer.data_ptr() < len(buffer):
+        place = self._place_of(tensor)
+        if place is None:
             if tensor.device.type != "cpu" or tensor.is_pinned() or not tensor.numel():
                 self._elsewhere[key] = tensor
                 return
             tensor = self.allocate(tensor.shape, tensor.dtype).copy_(tensor)
-            buffer = self._buffers[-1]
-        self._places[key] = len(self._buffers) - 1, tensor.data_ptr() - buffer.data_ptr(), tensor
+            place = self._place_of(tensor)
+            assert place is not None
+        self._places[key] = *place, tensor
+
+    def _place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The buffer that holds a tensor, and its first byte there."""
+        for number, buffer in enumerate(self._buffers):
+            start = tensor.data_ptr() - buffer.data_ptr()
+            if 0 <= start < len(buffer):
+                return number, start
+        return None
 
     def take(self, key: Key) -> Tensor | None:
         """The tensor on the device, or where it was; None if it was not fetched."""
