@@ -17,6 +17,13 @@ import record
 import result_files
 
 
+def run_two_tests(folder: Path, recorder: record.Recorder, *more: str) -> None:
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    (folder / "test_two.py").write_text("def test_a(): pass\ndef test_b(): pass\n", encoding="utf-8")
+    options = ["-n", "0", "-p", "no:cacheprovider", "--import-mode", "importlib", "-c", str(folder / "pytest.ini")]
+    pytest.main([*options, *more, str(folder)], plugins=[recorder])
+
+
 @pytest.mark.parametrize(
     ("seconds", "without", "ran", "stopped"),
     [
@@ -34,13 +41,16 @@ def test_tests_that_ran_and_tests_there_are(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(machine, "result_path", lambda table: tmp_path / f"{table}.json")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    (tmp_path / "test_two.py").write_text("def test_a(): pass\ndef test_b(): pass\n", encoding="utf-8")
-    options = ["-n", "0", "-p", "no:cacheprovider", "--import-mode", "importlib", "-c", str(tmp_path / "pytest.ini")]
-    pytest.main([*options, str(tmp_path)], plugins=[record.Recorder(seconds, frozenset(without))])
+    run_two_tests(tmp_path, record.Recorder(seconds, frozenset(without)))
     found = json.loads((tmp_path / "vllm-cpu.json").read_text(encoding="utf-8"))
     assert (found["collected"], found["counts"], found["stopped"]) == (2, {"passed": len(ran)}, stopped)
     assert [row["test"] for row in found["tests"]] == [f"test_two.py::test_{name}" for name in ran]
+
+
+def test_a_run_without_tests_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "result_path", lambda table: tmp_path / f"{table}.json")
+    run_two_tests(tmp_path, record.Recorder(), "--collect-only")
+    assert not (tmp_path / "vllm-cpu.json").exists()
 
 
 def test_what_passed_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
