@@ -51,7 +51,7 @@ def test_enums_match_the_header(name: str) -> None:
 def test_version_matches_the_header() -> None:
     assert f"#define LANCEBILL_ABI {abi.ABI}\n" in HEADER
     assert f"LANCEBILL_MOST_EXPERTS = {abi.MOST_EXPERTS} " in HEADER
-    assert f"LANCEBILL_BAD_TOKEN = {abi.BAD_TOKEN} " in HEADER
+    assert f"LANCEBILL_BAD_TOKEN = {abi.BAD_TOKEN}," in HEADER
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")

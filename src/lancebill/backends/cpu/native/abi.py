@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 7
+ABI = 8
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -178,6 +178,7 @@ class WorkStruct(Structure):
         ("threads", c_int32),
         ("level", c_int32),
         ("tile_rows", c_int32),
+        ("tasks", c_int32),
         ("scratch", c_void_p),
     ]
 
@@ -190,6 +191,7 @@ class CallStruct(Structure):
         ("work", c_void_p),
         ("status", c_int32),
         ("count", c_int64),
+        ("nanoseconds", c_int64),
     ]
 
 

@@ -162,7 +162,7 @@ int32_t lancebill_decode_step(const lancebill_decode* call) {
   if (kernels == nullptr) return LANCEBILL_NO_LEVEL;
   Run run{*call, *kernels, call->rows};
   for (int32_t i = 0; i < call->count && run.rows > 0; i++) {
-    if (const int32_t status = run.one(call->steps[i])) return status;
+    if (const int32_t status = run.one(call->steps[i])) return take_loop_status(), status;
   }
-  return LANCEBILL_OK;
+  return take_loop_status();
 }

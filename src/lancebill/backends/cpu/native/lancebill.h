@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 7
+#define LANCEBILL_ABI 8
 
 #ifdef __cplusplus
 extern "C" {
@@ -153,6 +153,7 @@ typedef struct lancebill_work {
   int32_t threads;               /* >= 1 */
   int32_t level;                 /* enum lancebill_level; negative: the best of this machine */
   int32_t tile_rows;             /* use AMX tiles from this many rows per expert; 0: the default; negative: never */
+  int32_t tasks;                 /* of a loop, for each thread; 0: the default */
   void *scratch;                 /* 64-byte aligned, lancebill_scratch_bytes long; NULL: allocated in the call */
 } lancebill_work;
 
@@ -164,6 +165,7 @@ typedef struct lancebill_call {
   const lancebill_work *work; /* indexed, with scratch; out is dense fp32 */
   int32_t status;             /* enum lancebill_status */
   int64_t count;              /* calls so far */
+  int64_t nanoseconds;        /* that they took, together */
 } lancebill_call;
 
 /* Where a GPU asks for calls: in memory that both can write, 64-byte aligned, zero at first. The GPU sets `done` to 0,
@@ -288,7 +290,8 @@ enum lancebill_status {
   LANCEBILL_BAD_WORK = 3,    /* neither ids nor offsets, no threads, decreasing offsets ... */
   LANCEBILL_NO_LEVEL = 4,    /* this machine or this build does not have that level */
   LANCEBILL_NO_MEMORY = 5,
-  LANCEBILL_BAD_TOKEN = 6    /* a token id is outside the hash table */
+  LANCEBILL_BAD_TOKEN = 6,   /* a token id is outside the hash table */
+  LANCEBILL_LOST_WORKER = 7  /* a thread ended before its task did; the next call starts another one */
 };
 
 #pragma GCC visibility push(default)
@@ -300,6 +303,9 @@ const char *lancebill_status_text(int32_t status); /* one sentence */
 /* From now on workers run on any of these CPUs (count 0: of all), and threads without a task spin this many microseconds
  * before they sleep (negative: the default). A caller stays where it is. */
 void lancebill_place_threads(const int32_t *cpus, int32_t count, int32_t spin_us);
+
+/* For tests: the next worker that takes a task ends, as if it were killed. */
+void lancebill_end_worker(void);
 
 /* Scratch bytes of this call; negative: minus the status that lancebill_run would return. */
 int64_t lancebill_scratch_bytes(const lancebill_layer *layer, const lancebill_work *work);

@@ -101,7 +101,7 @@ void place_pairs(const uint8_t* const (&rows)[2 * kBlock], int64_t first, uint8_
 }
 
 template <int kBits, int kCodes>
-bool pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
+int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
   constexpr int kRows = kCodes == LANCEBILL_TABLE4 ? 2 * kBlock : kBlock;
   const int64_t strips = m.padded_rows / kRows, strip_bytes = static_cast<int64_t>(kBlock) * m.padded_columns;
   std::atomic<bool> bad{false};
@@ -131,7 +131,8 @@ bool pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
       place<kCodes>(tile, out);
     }
   });
-  return bad;
+  const int32_t status = take_loop_status();
+  return status != LANCEBILL_OK ? status : int32_t{bad};
 }
 
 template <class Number>
@@ -176,7 +177,7 @@ int32_t lancebill_pack_codes(const lancebill_rows* rows, int32_t bits, int32_t c
                                  : pack_codes<8, LANCEBILL_FLOAT8>(*rows, map, bad);
 }
 
-void lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes) {
+int32_t lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes) {
   if (bytes == 1) {
     pack_groups<uint8_t>(*rows);
   } else if (bytes == 2) {
@@ -184,4 +185,5 @@ void lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes) {
   } else {
     pack_groups<uint32_t>(*rows);
   }
+  return take_loop_status();
 }

@@ -26,12 +26,12 @@ typedef struct lancebill_rows {
 #pragma GCC visibility push(default)
 /* Codes of `bits` 4 (two per byte, even columns in the low nibble; `columns` even) or 8, to units of `codes`, an enum
  * lancebill_codes. `map` translates each code (NULL: unchanged), `invalid` lists codes other than 0 that no kernel
- * supports. Returns 0, or 1 if there was an invalid code (what is packed is then undefined). */
+ * supports. Returns 0, 1 if there was an invalid code (what is packed is then undefined), or LANCEBILL_LOST_WORKER. */
 int32_t lancebill_pack_codes(const lancebill_rows *rows, int32_t bits, int32_t codes, const uint8_t *map,
                              const uint8_t *invalid, int32_t invalids);
 
-/* Numbers of 1, 2 or 4 bytes, one per row and group, to [block][group][16 rows]. */
-void lancebill_pack_groups(const lancebill_rows *rows, int32_t bytes);
+/* Numbers of 1, 2 or 4 bytes, one per row and group, to [block][group][16 rows]. Returns an enum lancebill_status. */
+int32_t lancebill_pack_groups(const lancebill_rows *rows, int32_t bytes);
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

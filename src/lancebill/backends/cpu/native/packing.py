@@ -11,6 +11,8 @@ from torch import Tensor
 from lancebill.backends.cpu.native import Library
 from lancebill.backends.cpu.native.abi import Codes
 
+_INVALID = 1  # the status of invalid codes
+
 
 class RowsStruct(Structure):
     """Rows of one matrix of several experts, and where they go. The fields of `lancebill_rows`."""
@@ -48,14 +50,18 @@ def pack_codes(
     """
     struct = _struct(rows, out, rows.shape[-1] * 8 // bits, padded, gated)
     table = c_void_p(None if codes_of is None else codes_of.data_ptr())
-    bad = library.calls.lancebill_pack_codes(ctypes.byref(struct), bits, int(kind), table, invalid, len(invalid))
-    return not bad
+    status = library.calls.lancebill_pack_codes(ctypes.byref(struct), bits, int(kind), table, invalid, len(invalid))
+    if status not in (0, _INVALID):
+        library.raise_status(status)
+    return not status
 
 
 def pack_groups(library: Library, rows: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> None:
     """One number per row and group, [..., n, groups], into `out`."""
     struct = _struct(rows, out, rows.shape[-1], padded, gated)
-    library.calls.lancebill_pack_groups(ctypes.byref(struct), rows.element_size())
+    status = library.calls.lancebill_pack_groups(ctypes.byref(struct), rows.element_size())
+    if status:
+        library.raise_status(status)
 
 
 def can_pack(rows: Tensor, out: Tensor) -> bool:

@@ -4,6 +4,10 @@
 // A thread without a task spins for a short time, because a layer is several loops with little in between. Then it
 // sleeps: an idle process uses no CPU time. It does not yield while it spins: beside other load, a thread that yielded
 // got its core back too late to take a task, but one that slept got it at once.
+//
+// A worker that has ended (something killed it) is not missed while it has no task. If it had one, the caller finds
+// that every worker that lives is idle and still a task has not ended; the call fails, and another thread takes its
+// place.
 #include "parallel.h"
 
 #include <pthread.h>
@@ -14,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -29,6 +34,7 @@ namespace {
 
 constexpr int kMostThreads = 1024, kMostCpus = 1024;
 constexpr int32_t kSpinMicroseconds = 50;
+constexpr long kLookForLostTasks = 100'000'000;  // nanoseconds that a caller sleeps in between
 
 // Where threads run and how long they spin. Replaced as a whole, and never freed: threads read it at any time.
 struct Setting {
@@ -37,12 +43,15 @@ struct Setting {
 };
 
 std::atomic<const Setting*> setting{new Setting};
+std::atomic<bool> a_worker_shall_end{false};
+thread_local bool lost_tasks = false;  // in a loop of this caller
 
-// Sleeps while `word` is `value`; may wake for no reason.
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+// Sleeps while `word` is `value`, at most for `limit`; may wake for no reason.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value, const timespec* limit = nullptr) {
 #ifdef __linux__
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, limit, nullptr, 0);
 #else
+  (void)limit;
   if (word.load() == value) usleep(100);
 #endif
 }
@@ -81,10 +90,32 @@ void move_thread(const Setting& to) {
 #endif
 }
 
+// A thread of a team beside the caller.
+struct alignas(64) Worker {
+  std::atomic<bool> busy{false};  // it may have a task
+  std::atomic<long> id{0};        // the system's; 0: it has not run yet
+
+  bool lives() const {
+#ifdef __linux__
+    const long known = id.load();
+    return known == 0 || syscall(SYS_tgkill, getpid(), known, 0) == 0;
+#else
+    return true;
+#endif
+  }
+};
+
+void end_thread() {
+#ifdef __linux__
+  syscall(SYS_exit, 0);
+#endif
+}
+
 // The threads that work for one caller at a time.
 class Team {
  public:
-  void run(int threads, int64_t count, TaskFunction call, const void* task) {
+  // Returns whether all tasks have ended.
+  bool run(int threads, int64_t count, TaskFunction call, const void* task) {
     add_workers(threads - 1);
     call_ = call;
     task_ = task;
@@ -95,7 +126,11 @@ class Team {
     round_.fetch_add(1);
     if (sleepers_.load() > 0) wake(round_, threads - 1);
     work(0);
-    while (!spin([&] { return left_.load(std::memory_order_acquire) == 0; })) wait_for_the_last();
+    while (!spin([&] { return left_.load(std::memory_order_acquire) == 0; })) {
+      wait_for_the_last();
+      if (tasks_are_lost()) return restart_workers(), false;
+    }
+    return true;
   }
 
  private:
@@ -106,6 +141,9 @@ class Team {
     uint64_t ticket = tickets_.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(ticket) > 0 && thread < static_cast<int>(ticket >> 32)) {
       if (!tickets_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
+      if (thread > 0 && a_worker_shall_end.load(std::memory_order_relaxed) && a_worker_shall_end.exchange(false)) {
+        end_thread();
+      }
       call_(task_, count_ - static_cast<uint32_t>(ticket), thread);
       done++;
       ticket = tickets_.load(std::memory_order_acquire);
@@ -116,11 +154,24 @@ class Team {
   void wait_for_the_last() {
     caller_sleeps_.store(true);
     const uint32_t left = left_.load();
-    if (left > 0) sleep_while(left_, left);
+    const timespec limit{0, kLookForLostTasks};
+    if (left > 0) sleep_while(left_, left, &limit);
     caller_sleeps_.store(false);
   }
 
-  void serve(int thread) {
+  // Whether a worker that has ended had a task. All tasks were taken. A worker says that its tasks have ended before it
+  // says that it is idle, so `left_` must be read last.
+  bool tasks_are_lost() const {
+    for (const auto& worker : workers_) {
+      if (worker->busy.load() && worker->lives()) return false;
+    }
+    return left_.load() > 0;
+  }
+
+  void serve(Worker& self, int thread) {
+#ifdef __linux__
+    self.id.store(syscall(SYS_gettid));
+#endif
     const Setting* followed = nullptr;
     for (uint32_t round = 0;;) {
       const Setting* now = setting.load();
@@ -133,43 +184,61 @@ class Team {
         sleepers_.fetch_sub(1);
       }
       round = round_.load(std::memory_order_acquire);
+      self.busy.store(true);
       work(thread);
+      self.busy.store(false);
     }
   }
 
   struct Start {
     Team* team;
+    Worker* worker;
     int thread;
   };
 
   // If the system gives no more threads, those that exist do the work.
   void add_workers(int wanted) {
     while (static_cast<int>(workers_.size()) < wanted) {
-      auto* start = new Start{this, static_cast<int>(workers_.size()) + 1};
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals such as Ctrl-C are the other threads' business
-      pthread_t worker;
-      const int failed = pthread_create(
-          &worker, nullptr,
-          [](void* given) -> void* {
-            const Start start = *static_cast<Start*>(given);
-            delete static_cast<Start*>(given);
-            start.team->serve(start.thread);
-            return nullptr;
-          },
-          start);
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      if (failed) {
-        delete start;
-        return;
-      }
-      pthread_detach(worker);
-      workers_.push_back(worker);
+      workers_.push_back(std::make_unique<Worker>());
+      if (!start(static_cast<int>(workers_.size()))) return workers_.pop_back();
     }
   }
 
-  std::vector<pthread_t> workers_;
+  void restart_workers() {
+    for (size_t i = 0; i < workers_.size(); i++) {
+      if (workers_[i]->lives()) continue;
+      workers_[i]->id.store(0);
+      workers_[i]->busy.store(false);
+      start(static_cast<int>(i) + 1);
+    }
+  }
+
+  // Starts the worker with this number; the caller is number 0.
+  bool start(int thread) {
+    auto* start = new Start{this, workers_[thread - 1].get(), thread};
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals such as Ctrl-C are the other threads' business
+    pthread_t worker;
+    const int failed = pthread_create(
+        &worker, nullptr,
+        [](void* given) -> void* {
+          const Start start = *static_cast<Start*>(given);
+          delete static_cast<Start*>(given);
+          start.team->serve(*start.worker, start.thread);
+          return nullptr;
+        },
+        start);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (failed) {
+      delete start;
+    } else {
+      pthread_detach(worker);
+    }
+    return failed == 0;
+  }
+
+  std::vector<std::unique_ptr<Worker>> workers_;
   TaskFunction call_ = nullptr;
   const void* task_ = nullptr;
   int64_t count_ = 0;
@@ -216,11 +285,21 @@ std::atomic<Teams*>& all_teams() {
 void run_tasks(int threads, int64_t count, TaskFunction call, const void* task) {
   Teams* teams = all_teams().load();
   Team* team = teams->take();
-  team->run(std::min(threads, kMostThreads), count, call, task);
+  lost_tasks = !team->run(std::min(threads, kMostThreads), count, call, task);
   teams->give_back(team);
 }
 
+bool tasks_are_lost() { return lost_tasks; }
+
+int32_t take_loop_status() {
+  const bool lost = lost_tasks;
+  lost_tasks = false;
+  return lost ? LANCEBILL_LOST_WORKER : LANCEBILL_OK;
+}
+
 }  // namespace lancebill
+
+void lancebill_end_worker(void) { lancebill::a_worker_shall_end.store(true); }
 
 void lancebill_place_threads(const int32_t* cpus, int32_t count, int32_t spin_us) {
   auto* placed = new lancebill::Setting;

@@ -16,14 +16,21 @@ inline void pause_core() {
 #endif
 }
 
-// Runs call(task, i, thread) for i in [0, count), with thread in [0, threads). The caller is thread 0.
+// Runs call(task, i, thread) for i in [0, count), with thread in [0, threads). The caller is thread 0. If a thread ends
+// before its task has, the task is lost: then loops of this caller do nothing until it asks for the status.
 void run_tasks(int threads, int64_t count, TaskFunction call, const void* task);
+
+bool tasks_are_lost();  // in a loop of this thread, since it last asked for the status
+
+// LANCEBILL_OK, or LANCEBILL_LOST_WORKER if tasks were lost since this thread last asked. Every call ends with it.
+int32_t take_loop_status();
 
 namespace {
 
 // Runs task(i, thread) for i in [0, count). Results must not depend on the thread.
 template <class Task>
 void parallel(int threads, int64_t count, const Task& task) {
+  if (tasks_are_lost()) return;  // what this loop would read was not computed
   if (threads > 1 && count > 1) {
     run_tasks(threads, count,
               [](const void* given, int64_t i, int thread) { (*static_cast<const Task*>(given))(i, thread); }, &task);

@@ -154,5 +154,5 @@ int32_t lancebill_route(const lancebill_routing* routing) {
     const int64_t first = task * kTokensPerTask;
     for (int64_t token = first; token < min_of<int64_t>(first + kTokensPerTask, r.tokens); token++) route_token(r, token);
   });
-  return LANCEBILL_OK;
+  return take_loop_status();
 }
