@@ -10,10 +10,11 @@ The most important rows come first, and every row is written when it is measured
 
 `decode`: `split_us` is a call in a replayed CUDA graph of calls with different routing; `gpu_us` the same graph with
 the GPU's part alone; `cpu_us` the CPU's part alone, called from a loop without a GPU; `cpu_gbs` the rate at which the
-CPU reads the experts of its part that are used. The bar is max(cpu, gpu) / 0.9 + 20 us. Routing is uniform, or has the
-reuse of real models (`recency`). In some rows: `idle_us` is the split layer when no token needs the CPU, so idle_us -
-gpu_us is what the way to the CPU and back costs; `function_us` is `split_us` with CUDA's host functions in the place
-of mailboxes.
+CPU reads the experts of its part that are used. The three are measured in turns. The bar is max(cpu, gpu) / 0.9 +
+20 us. `asked_us` is the mean time of the CPU's part inside the split calls, by the library's own clock. Routing is
+uniform, or has the reuse of real models (`recency`). In some rows: `idle_us` is the split layer when no token needs the
+CPU and `idle_gpu_us` its GPU part alone, so the difference is what the way to the CPU and back costs; `function_us` is
+`split_us` with CUDA's host functions in the place of mailboxes.
 
 `prefill`, with half of the experts on the GPU: `prefill_us` as planned, `cpu_us` with all missing experts on the CPU,
 `copied_us` with all copied, `both_us` with the best division of both ways however little it saves by estimate;

@@ -19,6 +19,7 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.copy_lane import CudaLane, pin_in_place
+from lancebill.split.cpu_rows import CpuRows, rows_of_experts
 from lancebill.split.gpu_queues import MailboxQueue, SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
@@ -85,12 +86,13 @@ class LargeBatches:
         stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
         waves = waves_of(ways.streamed, stage.experts)
         self._begin(stage, lane, waves)
-        maps, side = wave_maps(host_map, ways.streamed, stage.experts).to(x.device), SideStream(x.device)
+        maps, sums = wave_maps(host_map, waves).to(x.device), None
+        places, rows = self._sent(x, dispatch, host_map, ways)
+        side = SideStream(x.device)
         try:
-            sums = None
             if ways.cpu:
-                places = self._map_of(ways.cpu, host_map)
-                sums = self.host.calls.queue(side, self.host.executor, places, x, dispatch)
+                given, slots = (x, dispatch) if rows is None else (rows.x, rows.dispatch)
+                sums = self.host.calls.queue(side, self.host.executor, places, given, slots)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
                 total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
             if flags and bool(any_set(flags)):
@@ -99,7 +101,16 @@ class LargeBatches:
                     total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
         finally:
             side.join()
-        return out.copy_(total if sums is None else total.add_(sums))
+        if sums is not None:
+            total = total.add_(sums) if rows is None else rows.add_to(total, sums)
+        return out.copy_(total)
+
+    def _sent(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways) -> tuple[Tensor, CpuRows | None]:
+        """The map of the CPU's experts in this batch, and the rows that are sent there; None: all."""
+        places = self._map_of(ways.cpu, host_map)
+        if not ways.cpu or ways.rows >= x.shape[0]:
+            return places, None
+        return places, rows_of_experts(x, dispatch, places.to(x.device))
 
     def _begin(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]]) -> None:
         lane.begin_batch()

@@ -108,8 +108,16 @@ def count_tokens(ids: Tensor, expert_map: Tensor, experts: int) -> dict[int, flo
 
 
 def waves_of(slots: Sequence[int], each: int) -> list[Sequence[int]]:
-    """The experts that are copied, packed and computed together."""
-    return [slots[first : first + each] for first in range(0, len(slots), each)]
+    """The experts that are copied, packed and computed together: at most half of those that are left.
+
+    When the last copy has ended, only the experts of a small wave are still to be computed.
+    """
+    waves, first = [], 0
+    while first < len(slots):
+        count = min(each, -(-(len(slots) - first) // 2))
+        waves.append(slots[first : first + count])
+        first += count
+    return waves
 
 
 def copy_first(stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]]) -> None:
@@ -139,13 +147,12 @@ def add_streamed(
         total.add_(run_part(stage.executor, x, dispatch, maps[step], x.dtype))
 
 
-def wave_maps(expert_map: Tensor, slots: Sequence[int], each: int) -> Tensor:
+def wave_maps(expert_map: Tensor, waves: Sequence[Sequence[int]]) -> Tensor:
     """For every wave, the place of each physical id among its experts, or -1."""
-    numbers = torch.full((max(int(expert_map.max()), *slots) + 2,), -1, dtype=torch.int32, device="cpu")
-    numbers[list(slots)] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
-    number = numbers[expert_map.long()]  # -1 finds the last one, which is -1
-    wave = torch.arange(-(-len(slots) // each), device="cpu").unsqueeze(1)
-    return torch.where(number // each == wave, number % each, -1)
+    places = torch.full((len(waves), int(expert_map.max()) + 2), -1, dtype=torch.int32, device="cpu")
+    for row, wave in zip(places, waves):
+        row[list(wave)] = torch.arange(len(wave), dtype=torch.int32, device="cpu")
+    return places[:, expert_map.long()]  # -1 finds the last one, which is -1
 
 
 def _copy_wave(stage: Stage, lane: Lane, held: Mapping[str, Packed], wave: Sequence[int], buffer: int) -> None:

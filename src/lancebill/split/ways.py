@@ -5,12 +5,14 @@ The CPU's time for an expert grows with its tokens, a copy's does not: the exper
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from lancebill.moe.problem import Problem
+from lancebill.split.cpu_rows import expected_rows
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Ways:
     stream_us: float
     cpu_alone_us: float  # if nothing were copied
     copied_us: float  # if all were
+    rows: float = math.inf  # that are sent to the CPU, as expected; all, if not fewer
 
     @property
     def estimate_us(self) -> float:
@@ -95,30 +98,39 @@ def choose_ways(
     Both ways together must take at most `worth` of the time of the better one alone.
     """
     order = sorted((expert for expert, count in counts.items() if count > 0), key=lambda e: (counts[e], e))
-    pieces = -(-tokens // MOST_ROWS)
-
-    def on_cpu(count: float) -> float:
-        parts = max(1.0, min(pieces, count))  # pieces that read the expert
-        return parts * rates.cpu_us(size, count / parts)
-
+    rows = [expected_rows(tokens, slots) for slots in accumulate((counts[e] for e in order), initial=0.0)]
+    rows[-1] = tokens if order else 0.0  # a batch of which nothing is copied is not divided
     # Rows come back over the same wire as the copies, so they delay both ways.
-    rows_us = tokens * size.row_bytes / rates.copy_gbs / 1e3
-    compute_us = (rates.wave_us + tokens * rates.token_us) / rates.wave_experts
-    on_gpu = size.bytes / rates.pack_gbs / 1e3 + compute_us
-    each = max(size.bytes / rates.copy_gbs / 1e3, on_gpu)
-    last = on_gpu * rates.wave_experts  # the last wave is computed when all copies have ended
-    call_us = rates.call_us + rows_us + tokens * size.row_bytes / rates.sums_gbs / 1e3
-    cpu_us = [0.0, *(total + call_us for total in accumulate(on_cpu(counts[e]) for e in order))]
-    stream_us = [rates.wait_us + left * each + last + rows_us for left in range(len(order), 0, -1)] + [0.0]
-    if order:
-        stream_us[0] -= rows_us
+    rows_us = [count * size.row_bytes / rates.copy_gbs / 1e3 for count in rows]
+    compute_us = rates.wave_us + tokens * rates.token_us
+    pack_us = size.bytes / rates.pack_gbs / 1e3
+    each = max(size.bytes / rates.copy_gbs / 1e3, pack_us + compute_us / rates.wave_experts)
+    last = pack_us + compute_us  # the last wave, of one expert, is computed when all copies have ended
+    cpu_us = _cpu_times([counts[e] for e in order], rows, size, rates)
+    stream_us = [rates.wait_us + (len(order) - i) * each + last + us for i, us in enumerate(rows_us)]
+    stream_us[-1] = 0.0
     found = [max(times) for times in zip(cpu_us, stream_us)]  # by the number of the CPU's experts
     first = min((0, len(order)), key=lambda count: (found[count], -count))
     both = min(range(len(found)), key=lambda count: (found[count], -count))
     if found[both] <= worth * found[first]:
         first = both
     ways = tuple(order[:first]), tuple(sorted(order[first:]))
-    return Ways(*ways, cpu_us[first], stream_us[first], cpu_us[-1], stream_us[0])
+    return Ways(*ways, cpu_us[first], stream_us[first], cpu_us[-1], stream_us[0], rows[first])
+
+
+def _cpu_times(counts: Sequence[float], rows: Sequence[float], size: ExpertSize, rates: Rates) -> list[float]:
+    """The CPU's time for no expert, for the first one, for the first two ...; `rows` of the batch are sent then."""
+    pieces = [max(1, math.ceil(count / MOST_ROWS)) for count in rows]
+
+    def on_cpu(count: float, most: int) -> float:
+        parts = max(1.0, min(most, count))  # pieces that read the expert
+        return parts * rates.cpu_us(size, count / parts)
+
+    experts = {most: [0.0, *accumulate(on_cpu(count, most) for count in counts)] for most in set(pieces)}
+    start_us = rates.wait_us + rates.call_us
+    row_us = size.row_bytes / rates.copy_gbs / 1e3 + size.row_bytes / rates.sums_gbs / 1e3
+    times = [experts[most][i] + start_us + rows[i] * row_us for i, most in enumerate(pieces)]
+    return [0.0, *times[1:]]
 
 
 def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, size: ExpertSize, rates: Rates) -> Ways:

@@ -20,7 +20,8 @@ from lancebill.cli.main import app
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.numbers.unusual import unusual
-from lancebill.split import large_batches, measure_rates, streamed
+from lancebill.split import cpu_rows, large_batches, measure_rates, streamed
+from lancebill.split.cpu_rows import expected_rows, rows_of_experts
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
 from lancebill.split.streamed import Stage, add_streamed, copy_first, count_tokens, wave_maps, waves_of
@@ -84,12 +85,22 @@ def test_copied_experts_give_what_the_cpu_gives(
     counts = count_tokens(ids, host.expert_map, host.problem.experts)
     assert sum(counts.values()) == sum(int(host.expert_map[i]) >= 0 for i in ids.flatten() if 0 <= i < SIZE.experts)
     slots, lane, total = sorted(counts), OrderedLane(), torch.zeros(x.shape)
-    maps, waves = wave_maps(host.expert_map, slots, stage.experts), waves_of(slots, stage.experts)
+    waves = waves_of(slots, stage.experts)
+    maps = wave_maps(host.expert_map, waves)
     copy_first(stage, lane, held, waves)
     add_streamed(stage, lane, held, waves, maps, x, Indexed(ids, weights.float()), total)
     assert lane.copied == len(slots) * each, "only experts with tokens, each once"
     want = host.compute(x, ids, weights, torch.empty_like(x))
     assert torch.allclose(total, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_the_last_waves_are_small() -> None:
+    for count in (0, 1, 2, 5, 37, 64):
+        waves = waves_of(range(count), 10)
+        sizes = [len(wave) for wave in waves]
+        assert [slot for wave in waves for slot in wave] == list(range(count))
+        assert sizes == sorted(sizes, reverse=True) and max(sizes, default=0) <= 10 and sizes[-1:] in ([], [1])
+    assert len(waves) == 9, "two more than of ten each"
 
 
 class InstantQueue:
@@ -132,12 +143,37 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, lane: OrderedLane, rates: Rates
     monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
 
 
+def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
+    x, weights = torch.arange(6.0).unsqueeze(1), torch.rand(6, 2)
+    ids = torch.tensor([[0, 1], [2, 3], [-1, 3], [1, 0], [9, 2], [1, 9]])
+    expert_map = torch.tensor([-1, -1, 0, -1], dtype=torch.int32)
+    sent = rows_of_experts(x, Indexed(ids, weights), expert_map)
+    assert sent.numbers[:2].tolist() == [1, 4] and len(sent.numbers) % 64 == 0
+    assert sent.x[:2, 0].tolist() == [1.0, 4.0] and (sent.dispatch.ids[2:] == -1).all()
+    assert torch.equal(sent.dispatch.ids[:2], ids[[1, 4]]) and torch.equal(sent.dispatch.weights[:2], weights[[1, 4]])
+    sums = torch.zeros(len(sent.numbers), 1)
+    sums[:2] = 5.0
+    assert sent.add_to(torch.ones(6, 1), sums).flatten().tolist() == [1, 6, 1, 1, 6, 1]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.9])
+def test_the_number_of_rows_that_are_sent_is_expected(share: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    used = (torch.rand(4000, 8, generator=g) < share).sum(1)
+    rows = int((used > 0).sum())
+    expected = expected_rows(4000, float(used.sum()))
+    assert expected == 4000 if rows > 3200 else expected == pytest.approx(rows, rel=0.05)
+    assert expected_rows(0, 0) == 0
+
+
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("sent", [0.0, 1.0], ids=["all rows", "some rows"])
 @pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("cpu_gbs", [1e-3, 15.0, 1e9], ids=["copied", "both", "computed"])
 def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
-    cpu_gbs: float, moves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpu_gbs: float, moves: str, sent: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu_rows, "MOST_SENT", sent)
     folder = save(make_checkpoint(), tmp_path / "m")
     layer, whole = (
         RoutedExperts.from_checkpoint(folder, 0, gpu_experts=number, moves=moves) for number in (1, SIZE.experts)
@@ -265,8 +301,9 @@ def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
     pieces = choose_ways({0: 4096.0}, 4096, EXPERT, rates, worth=1.0)
     whole = choose_ways({0: 2048.0}, 2048, EXPERT, rates, worth=1.0)
     rows_us = EXPERT.row_bytes * 2048 * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
-    assert pieces.cpu_alone_us == pytest.approx(2 * whole.cpu_alone_us - rates.call_us), "a piece reads experts again"
-    assert whole.cpu_alone_us == pytest.approx(rates.cpu_us(EXPERT, 2048) + rates.call_us + rows_us)
+    start_us = rates.wait_us + rates.call_us
+    assert pieces.cpu_alone_us == pytest.approx(2 * whole.cpu_alone_us - start_us), "a piece reads experts again"
+    assert whole.cpu_alone_us == pytest.approx(rates.cpu_us(EXPERT, 2048) + start_us + rows_us)
 
 
 def test_more_tokens_never_send_fewer_experts_to_the_gpu() -> None:
