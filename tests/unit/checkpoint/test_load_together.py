@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from lancebill.backends.cpu.native import library
 from lancebill.checkpoint.load import projections, slice_sizes
 from lancebill.checkpoint.load.load_experts import load_expert, load_experts, pack_experts, plan_layer
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import DeviceReader, TensorSource
+from lancebill.checkpoint.read.slices import Index
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.moe.layout import MatrixShape, Packed, PlainLayout
 from lancebill.moe.placement import Placement
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.codec import dequantize
-from lancebill.numbers.weight import expert_of, same_bits
+from lancebill.numbers.weight import LogicalWeight, expert_of, same_bits
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 EXPERTS = 5
@@ -78,6 +81,26 @@ def test_questions_are_answered_when_everything_is_launched(monkeypatch: pytest.
     generated.tensors[name][0, 1] += 1
     with pytest.raises(BadValue, match=r"expert 3, up .*the middle code"):
         load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), source=TensorSource.DEVICE)
+
+
+def test_w2_is_packed_before_w13_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU packs the one while the host reads the other."""
+    generated, recipe = layer_of("gptq", "int4-g64:fp16-gptq")
+    seen: list[str] = []
+    pack = PlainLayout.pack
+
+    def recorded(layout: PlainLayout, shape: MatrixShape, weight: LogicalWeight, out: Packed) -> None:
+        seen.append(f"pack {shape.name}")
+        pack(layout, shape, weight, out)
+
+    def read(name: str, index: Index) -> Tensor:
+        seen.append("read w2" if ".down_proj." in name else "read w13")
+        return generated.read(name, index)
+
+    monkeypatch.setattr(PlainLayout, "pack", recorded)
+    monkeypatch.setattr(DeviceReader, "asynchronous", True)
+    load_layer(read, recipe.plan, PlainLayout(), source=TensorSource.DEVICE)
+    assert list(dict.fromkeys(seen)) == ["read w2", "pack w2", "read w13", "pack w13"]
 
 
 VIEWED = [(fmt, e) for fmt, found in registry().items() for e in found.examples() if e.scheme.views_codes]

@@ -31,38 +31,60 @@ from lancebill.numbers.weight import LogicalWeight, expert_of, stack, stack_expe
 
 
 @dataclass(frozen=True)
+class MatrixWeights:
+    """One matrix of an expert, or of several, and the scales of its input."""
+
+    weight: LogicalWeight
+    inputs: InputScales
+
+    def at(self, index: int | slice) -> MatrixWeights:
+        return MatrixWeights(expert_of(self.weight, index), self.inputs.at(index))
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
-    """One expert's shard on this rank, w13 (gate stacked on up) and w2 (down), or those of several experts.
+    """One expert's shard on this rank, w13 (gate stacked on up) and w2 (down), or those of several experts; or only one
+    of the two matrices.
 
     w2 has no act-order: its permutation is applied to the rows of w13 instead.
     """
 
-    w13: LogicalWeight
-    w2: LogicalWeight
-    inputs13: InputScales
-    inputs2: InputScales
+    matrices: Mapping[str, MatrixWeights]
+
+    @property
+    def w13(self) -> LogicalWeight:
+        return self.matrices["w13"].weight
+
+    @property
+    def w2(self) -> LogicalWeight:
+        return self.matrices["w2"].weight
+
+    @property
+    def count(self) -> int:
+        """Of several experts, how many."""
+        return next(iter(self.matrices.values())).weight.lead[0]
 
     def at(self, index: int | slice) -> ExpertWeights:
         """One, or some, of several experts: views."""
-        inputs = self.inputs13.at(index), self.inputs2.at(index)
-        return ExpertWeights(expert_of(self.w13, index), expert_of(self.w2, index), *inputs)
+        return ExpertWeights({name: matrix.at(index) for name, matrix in self.matrices.items()})
 
     def pack(self, plan: LayerPlan, layout: Layout, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Pack into the rows of a layer's buffers: of one expert, or of as many as this holds."""
-        for matrix, shape, weight in (("w13", plan.w13, self.w13), ("w2", plan.w2, self.w2)):
+        for name, matrix in self.matrices.items():
+            shape, weight = plan.shape(name), matrix.weight
             assert weight.spec == shape.spec and (weight.perm is None or shape.act_order), "not as planned"
-            layout.pack(shape, weight, rows[matrix])
-        self.inputs13.write(rows["w13"])
-        self.inputs2.write(rows["w2"])
+            layout.pack(shape, weight, rows[name])
+            matrix.inputs.write(rows[name])
 
 
 def stack_weights(experts: Sequence[ExpertWeights]) -> ExpertWeights:
     """Several single experts as one value."""
+    by_name = {name: [expert.matrices[name] for expert in experts] for name in experts[0].matrices}
     return ExpertWeights(
-        stack_experts([expert.w13 for expert in experts]),
-        stack_experts([expert.w2 for expert in experts]),
-        stack_inputs([expert.inputs13 for expert in experts]),
-        stack_inputs([expert.inputs2 for expert in experts]),
+        {
+            name: MatrixWeights(stack_experts([m.weight for m in held]), stack_inputs([m.inputs for m in held]))
+            for name, held in by_name.items()
+        }
     )
 
 
@@ -90,7 +112,7 @@ def pack_experts(
 
 def _pack_run(plan: LayerPlan, layout: Layout, weights: ExpertWeights, packed: Mapping[str, Packed], slot: int) -> None:
     """Experts into neighbouring slots, the first into `slot`. If they cannot be packed together, finds out which."""
-    count = weights.w13.lead[0]
+    count = weights.count
     try:
         weights.pack(plan, layout, slot_rows(packed, slice(slot, slot + count)))
     except LancebillError as error:
@@ -128,6 +150,9 @@ class LayerPlan:
     def ordered(self) -> bool:
         """Whether w13's rows are permuted by w2's act-order."""
         return keeps_order(self.layer.sample(DOWN), self.requantize.get("w2"))
+
+    def shape(self, matrix: str) -> MatrixShape:
+        return {"w13": self.w13, "w2": self.w2}[matrix]
 
     def bytes(self, layout: Layout) -> int:
         return len(self.experts) * (layout.bytes(self.w13) + layout.bytes(self.w2))
@@ -192,8 +217,17 @@ def load_experts(
     read: Reader, plan: LayerPlan, experts: Sequence[int], losses: Callable[[str, Loss], None] | None = None
 ) -> ExpertWeights:
     """Several experts, with a leading expert dimension on every tensor, on the device that `read` reads to."""
+    found = [weights.matrices for weights in load_matrices(read, plan, experts, losses)]
+    return ExpertWeights({name: matrix for matrices in found for name, matrix in matrices.items()})
+
+
+def load_matrices(
+    read: Reader, plan: LayerPlan, experts: Sequence[int], losses: Callable[[str, Loss], None] | None = None
+) -> Iterator[ExpertWeights]:
+    """As `load_experts`, w2 before w13 is read: a device can pack the one while the host reads the other."""
     if plan.one_by_one and len(experts) > 1:
-        return stack_weights([load_expert(read, plan, expert, losses) for expert in experts])
+        yield stack_weights([load_expert(read, plan, expert, losses) for expert in experts])
+        return
     layer, cut = plan.layer, plan.cut
     load = partial(_load_target, read, plan, losses)
     down = [layer.projections[expert, DOWN] for expert in experts]
@@ -201,15 +235,22 @@ def load_experts(
     w2 = pad(w2, plan.w2.n, plan.w2.k)
     if plan.placement.tp_rank > 0 and w2.bias is not None:
         w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must add it once
-    halves = _load_w13(read, plan, load, experts, order)
+    yield _matrix(read, plan, experts, "w2", (w2, [w2.inputs]))
+    del w2  # its memory is free for w13
+    yield _matrix(read, plan, experts, "w13", _load_w13(read, plan, load, experts, order))
+
+
+def _matrix(
+    read: Reader, plan: LayerPlan, experts: Sequence[int], name: str, loaded: Joined | list[LogicalWeight]
+) -> ExpertWeights:
+    """One matrix of these experts. If gate and up, or what they say about their input, do not fit, finds out whose."""
     try:
-        w13, inputs = halves if isinstance(halves, tuple) else (_stacked(halves), [half.inputs for half in halves])
-        inputs13 = combine_input_scales(inputs, w13.lead)
-        return ExpertWeights(w13, w2, inputs13, combine_input_scales([w2.inputs], w2.lead))
+        weight, inputs = loaded if isinstance(loaded, tuple) else (_stacked(loaded), [half.inputs for half in loaded])
+        return ExpertWeights({name: MatrixWeights(weight, combine_input_scales(inputs, weight.lead))})
     except LancebillError as error:
         if len(experts) == 1:
-            raise error.within(f"{layer.where}, expert {experts[0]}") from error
-        for expert in experts:  # which one is it?
+            raise error.within(f"{plan.layer.where}, expert {experts[0]}") from error
+        for expert in experts:
             load_expert(read, plan, expert)
         raise
 
@@ -231,12 +272,13 @@ def reads_of_experts(plan: LayerPlan, experts: Sequence[int]) -> Iterator[Read]:
         yield from reads_of(projections, area)
 
 
+Joined = tuple[LogicalWeight, list[Inputs]]  # a matrix, and what its projections say about its input
 Load = Callable[..., tuple[LogicalWeight, Tensor | None]]  # `_load_target` with its first arguments
 
 
 def _load_w13(
     read: Reader, plan: LayerPlan, load: Load, experts: Sequence[int], order: Tensor | None
-) -> tuple[LogicalWeight, list[Inputs]] | list[LogicalWeight]:
+) -> Joined | list[LogicalWeight]:
     """w13 and what gate and up say about their input; or gate and up, if they cannot be read together.
 
     Their rows are in w2's act-order if there is one.

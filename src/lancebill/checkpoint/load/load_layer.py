@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts, reads_of_experts
+from lancebill.checkpoint.load.load_experts import LayerPlan, load_matrices, pack_experts, reads_of_experts
 from lancebill.checkpoint.load.slice_sizes import (
     PIECES,
     READERS,
@@ -111,8 +111,9 @@ class _Work:
 
     def fill(self, slots: Slots) -> list[tuple[str, Loss]]:
         cost: list[tuple[str, Loss]] = []
-        weights = load_experts(self.read, self.plan, self._experts(slots), lambda *loss: cost.append(loss))
-        pack_experts(self.plan, self.layout, weights, self.packed, slots)
+        for weights in load_matrices(self.read, self.plan, self._experts(slots), lambda *loss: cost.append(loss)):
+            pack_experts(self.plan, self.layout, weights, self.packed, slots)
+            del weights  # their memory is free for the next matrix
         return cost
 
     def _fill_as_usual(self, slots: Slots) -> Filled:
