@@ -7,8 +7,9 @@ GPU a large one has those of DeepSeek-V4-Flash (256 of 4096 x 2048) as MXFP4. Wi
 are not in the page cache for the timed load; `disk` reads the same file with eight threads and does nothing else,
 `PCIe` copies pinned memory. Every load is in a process of its own, the second there, so that the rate is that of a
 layer in the middle of a model; the first layer is kept, so that its memory is not used again. Host memory includes all
-pinned memory of the process. A rank that holds half of the columns of a matrix reads short pieces of its rows: that
-load is listed apart.
+pinned memory of the process. A rank that holds half of the columns of a matrix needs short pieces of its rows, and
+reads what is between them too, because a disk reads whole pages. That load is listed apart; L3 also says what reading
+each piece by itself would give.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from load_memory import Peak, convert_to, write_source
 from pack import LARGE as LARGE_LAYER
 from pack import make_checkpoint
 
+from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.testing.checkpoints import save
 
 SPEC, EXPERTS, HIDDEN, INTERMEDIATE = "int4-g128", 128, 2048, 768
-WHOLE, LARGE = "whole", "large"
+WHOLE, LARGE, COLUMNS, PIECES = "whole", "large", "half of the columns", "piece by piece"
 LOADS = {
     WHOLE: Placement(),
-    "half of the columns": Placement(tp_rank=1, tp_size=2),
+    COLUMNS: Placement(tp_rank=1, tp_size=2),
+    PIECES: Placement(tp_rank=1, tp_size=2),
     "half of the experts": Placement(ep_size=2),
     LARGE: Placement(),
 }
@@ -50,7 +53,7 @@ MIB = 1 << 20
 
 def main() -> None:
     if sys.argv[1:2] == ["--load"]:
-        print(json.dumps(measured(Path(sys.argv[2]), LOADS[sys.argv[3]])))
+        print(json.dumps(measured(Path(sys.argv[2]), sys.argv[3])))
         return
     part = Part("loading", __doc__, figures, device=DEVICE, loads=3)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on a disk, not in memory
@@ -74,11 +77,14 @@ def main() -> None:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measured(folder: Path, placement: Placement) -> dict[str, Any]:
+def measured(folder: Path, name: str) -> dict[str, Any]:
     """The second load in this process; the first imports modules and compiles kernels."""
+    placement = LOADS[name]
     first = RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    if name == PIECES:
+        slices.PAGE = 1  # the smallest gap that is not read
     _forget(folder)
     ctypes.CDLL(None).malloc_trim(0)  # what the first load has freed would not be counted
     device_before, before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0, _bytes_read()
@@ -202,7 +208,20 @@ def _reached(details: Details) -> dict[str, float]:
 def _overread(details: Details) -> dict[str, float]:
     size = details["expert_bytes"]
     sizes = {WHOLE: size, LARGE: details.get("large_bytes", size)}
-    return {name: load["read"] / sizes.get(name, size / 2) for name, load in details["loads"].items()}
+    loads = {name: load for name, load in details["loads"].items() if name != PIECES}
+    return {name: load["read"] / sizes.get(name, size / 2) for name, load in loads.items()}
+
+
+def _piece_by_piece(details: Details) -> str:
+    """Half of the columns again, without reading what is between the pieces of rows."""
+    loads, size = details["loads"], details["expert_bytes"] / 2
+    if PIECES not in loads:
+        return ""
+    columns, pieces = loads[COLUMNS], loads[PIECES]
+    return (
+        f"; {COLUMNS} {PIECES}: {pieces['read'] / size:.3f}, in {pieces['seconds'] / columns['seconds']:.0f} times the"
+        f" time; the disk reads {columns['from_disk'] / size:.3f} and {pieces['from_disk'] / size:.3f}"
+    )
 
 
 def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
@@ -219,8 +238,8 @@ def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
         ),
         "L2": f"{reached['L2'] / MIB:.0f} MiB beside the layer's {loads[last]['held'] / MIB:.0f} MiB"
         f" (largest slice {run['largest_slice'] / MIB:.1f} MiB)",
-        "L3": ", ".join(f"{ratio:.3f} {name}" for name, ratio in _overread(run).items()),
-        "L5": f"{100 * reached.get('L5', 0):.0f} %: {loaded:.2f} GB/s to the {run['device']}; {rates}",
+        "L3": ", ".join(f"{ratio:.3f} {name}" for name, ratio in _overread(run).items()) + _piece_by_piece(run),
+        "L5": f"{100 * reached.get('L5', 0):.0f} %: {loaded:.2f} GB/s to {run['device']}; {rates}",
     }
     return {name: tally.figure(words[name]) for name, tally in tallies.items()}
 
