@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,17 +79,21 @@ def test_what_is_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert slice_sizes.read_ahead(plan, CPU) == ahead
 
 
+def gptq_layer(name: str, experts: int) -> tuple[Generated, Recipe]:
+    example = next(e for e in registry()["gptq"].examples() if e.name == name)
+    family = names.find_family({"model_type": "qwen3_moe"})
+    generated = generate(example, family, family.forms[0], Geometry(experts, 256, 128))
+    return generated, Recipe.make(manifests.build(generated.config, generated.headers), 0, LoadOptions())
+
+
 @pytest.fixture(name="stored")
 def stored_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Recipe]:
     """A layer in a file, loaded as to a GPU, in slices of one expert."""
-    example = next(e for e in registry()["gptq"].examples() if e.name == "int4-g64:fp16-gptq")
-    family = names.find_family({"model_type": "qwen3_moe"})
-    generated = generate(example, family, family.forms[0], Geometry(EXPERTS, 256, 128))
+    generated, recipe = gptq_layer("int4-g64:fp16-gptq", EXPERTS)
     checkpoint = Checkpoint.open(save(generated, tmp_path))
-    manifest = manifests.build(checkpoint.config, checkpoint.headers)
     monkeypatch.setattr(DeviceReader, "asynchronous", True)
     monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": 1})
-    return checkpoint, Recipe.make(manifest, 0, LoadOptions())
+    return checkpoint, recipe
 
 
 @pytest.mark.parametrize("size", [1, 30_000, 16 << 20])
@@ -122,6 +127,28 @@ def test_several_threads_read_one_slice(stored: tuple[Checkpoint, Recipe]) -> No
 
     load_layer(read, recipe.plan, recipe.layout, out=recipe.allocate())
     assert together == [True]
+
+
+@pytest.mark.parametrize("example", ["int4-g64:fp16-gptq", "int8-g64:fp16-zp-gptq_v2"])
+def test_few_slices_wait_to_be_packed(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = 12
+    generated, recipe = gptq_layer(example, experts)
+    monkeypatch.setattr(DeviceReader, "asynchronous", True)
+    monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": 1})
+    monkeypatch.setattr(slice_sizes, "READ_BYTES", 0)
+    begun, packed, waiting = set[str](), [0], [0]
+
+    def read(name: str, index: Index) -> Tensor:
+        begun.add(name.split(".experts.")[1].split(".")[0])
+        waiting.append(len(begun) - packed[0])
+        return generated.read(name, index)
+
+    def count(slots: int) -> None:
+        time.sleep(0.01)  # so that the threads read what they may
+        packed[0] += slots
+
+    load_layer(read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=count)
+    assert packed == [experts] and max(waiting) <= slice_sizes.FEWEST_AHEAD
 
 
 def test_pinned_tensors_of_a_part_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:

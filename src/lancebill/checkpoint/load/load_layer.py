@@ -128,9 +128,10 @@ class _Work:
         """What the threads read, slice after slice."""
         for each in slices_of(slots, read_step(self.plan, self.reader.device)):
             reads = list(reads_of_experts(self.plan, self._experts(each)))
-            fetched, step = Fetched(self.reader.device), -(-len(reads) // PIECES)
-            for first in range(0, len(reads), step):
-                yield _Piece(each, fetched, reads[first : first + step], last=first + step >= len(reads))
+            fetched, count = Fetched(self.reader.device), len(reads)
+            for i in range(PIECES):  # as many of each slice, so that they count how many slices are read ahead
+                piece = reads[count * i // PIECES : count * (i + 1) // PIECES]
+                yield _Piece(each, fetched, piece, last=i == PIECES - 1)
 
     def _fetch(self, piece: _Piece) -> None:
         self.reader.fetch(piece.reads, piece.fetched)

@@ -19,7 +19,7 @@ READ_BYTES = 256 << 20  # of pinned memory
 COPIED = 3  # slices whose pinned memory may not be free yet while they are copied and packed
 FEWEST_AHEAD = 3  # slices, however large
 READERS = 12  # threads; a disk needs several reads at a time to reach its rate
-PIECES = 8  # of a slice, at most, each read by one thread: slices are complete in their order
+PIECES = 6  # of a slice, each read by one thread: slices are complete in their order
 
 
 def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
