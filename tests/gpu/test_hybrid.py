@@ -137,6 +137,21 @@ def test_a_thread_that_has_ended_gives_nan_and_an_error(folder: Path, monkeypatc
     assert torch.equal(run(split, given), want)
 
 
+def test_a_worker_that_has_ended_is_an_error_and_is_replaced(folder: Path) -> None:
+    split, given = load(folder, gpu_experts=5), inputs(16)
+    want, library = run(split, given), native.library()
+    assert library is not None
+    torch.cuda.synchronize()
+    library.calls.lancebill_end_worker()
+    start = time.perf_counter()
+    with pytest.raises(LaunchError, match="a thread of the library ended before its task"):
+        while time.perf_counter() - start < 20:
+            run(split, given)
+            torch.cuda.synchronize()
+    for _ in range(20):
+        assert torch.equal(run(split, given), want)
+
+
 def test_experts_that_do_not_fit_the_gpu_are_an_error(folder: Path) -> None:
     """This process may have no more memory than it has: the free part of it is soon used."""
     held, want = [load(folder, gpu_experts=5)], inputs(1)

@@ -86,13 +86,13 @@ class LargeBatches:
         stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
         waves = waves_of(ways.streamed, stage.experts)
         self._begin(stage, lane, waves)
-        maps, sums = wave_maps(host_map, waves).to(x.device), None
         places, rows = self._sent(x, dispatch, host_map, ways)
-        side = SideStream(x.device)
+        side, sums = SideStream(x.device), None
         try:
             if ways.cpu:
                 given, slots = (x, dispatch) if rows is None else (rows.x, rows.dispatch)
                 sums = self.host.calls.queue(side, self.host.executor, places, given, slots)
+            maps = wave_maps(host_map, waves).to(x.device)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
                 total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
             if flags and bool(any_set(flags)):

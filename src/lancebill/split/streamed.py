@@ -150,8 +150,9 @@ def add_streamed(
 def wave_maps(expert_map: Tensor, waves: Sequence[Sequence[int]]) -> Tensor:
     """For every wave, the place of each physical id among its experts, or -1."""
     places = torch.full((len(waves), int(expert_map.max()) + 2), -1, dtype=torch.int32, device="cpu")
-    for row, wave in zip(places, waves):
-        row[list(wave)] = torch.arange(len(wave), dtype=torch.int32, device="cpu")
+    found = [(row, slot, place) for row, wave in enumerate(waves) for place, slot in enumerate(wave)]
+    rows, slots, numbers = torch.tensor(found, device="cpu").T
+    places[rows, slots] = numbers.int()
     return places[:, expert_map.long()]  # -1 finds the last one, which is -1
 
 

@@ -6,9 +6,10 @@ The CPU's time for an expert grows with its tokens, a copy's does not: the exper
 from __future__ import annotations
 
 import math
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from lancebill.moe.problem import Problem
@@ -90,6 +91,53 @@ def size_of(problem: Problem) -> ExpertSize:
     return ExpertSize(round(stored), 2 * sum(shape.n * shape.k for shape in shapes), problem.hidden * 4)
 
 
+class _Batch:
+    """The times of both ways, by the number of experts that the CPU has: those with the fewest tokens."""
+
+    def __init__(self, counts: Sequence[float], tokens: int, size: ExpertSize, rates: Rates) -> None:
+        """`counts` are the tokens of each expert, ascending."""
+        self.counts, self.tokens, self.size, self.rates = counts, tokens, size, rates
+        self._slots = list(accumulate(counts, initial=0.0))
+        self._on_cpu = cache(self._on_cpu_uncached)  # many experts have as many tokens as another
+
+    def rows(self, number: int) -> float:
+        """That are sent to the CPU. A batch of which nothing is copied is sent whole."""
+        return self.tokens if number == len(self.counts) else expected_rows(self.tokens, self._slots[number])
+
+    def cpu_us(self, number: int) -> float:
+        if number == 0:
+            return 0.0
+        rates, rows = self.rates, self.rows(number)
+        pieces = max(1, math.ceil(rows / MOST_ROWS))
+        row_us = self.size.row_bytes * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
+        experts_us = sum(self._on_cpu(count, pieces) for count in self.counts[:number])
+        return rates.wait_us + rates.call_us + rows * row_us + experts_us
+
+    def _on_cpu_uncached(self, count: float, pieces: int) -> float:
+        parts = max(1.0, min(pieces, count))  # pieces that read the expert
+        return parts * self.rates.cpu_us(self.size, count / parts)
+
+    def stream_us(self, number: int) -> float:
+        if number == len(self.counts):
+            return 0.0
+        rates, size = self.rates, self.size
+        compute_us = rates.wave_us + self.tokens * rates.token_us
+        pack_us = size.bytes / rates.pack_gbs / 1e3
+        each = max(size.bytes / rates.copy_gbs / 1e3, pack_us + compute_us / rates.wave_experts)
+        last = pack_us + compute_us  # the last wave, of one expert, is computed when all copies have ended
+        # Rows come back over the same wire as the copies, so they delay both ways.
+        rows_us = self.rows(number) * size.row_bytes / rates.copy_gbs / 1e3
+        return rates.wait_us + (len(self.counts) - number) * each + last + rows_us
+
+    def us(self, number: int) -> float:
+        return max(self.cpu_us(number), self.stream_us(number))
+
+    def best(self) -> int:
+        """The number with which both ways end at about the same time."""
+        later = bisect_left(range(len(self.counts)), True, key=lambda n: self.cpu_us(n) >= self.stream_us(n))
+        return min(range(max(0, later - 1), later + 1), key=lambda n: (self.us(n), -n))
+
+
 def choose_ways(
     counts: Mapping[int, float], tokens: int, size: ExpertSize, rates: Rates, worth: float = BOTH_WORTH
 ) -> Ways:
@@ -98,39 +146,14 @@ def choose_ways(
     Both ways together must take at most `worth` of the time of the better one alone.
     """
     order = sorted((expert for expert, count in counts.items() if count > 0), key=lambda e: (counts[e], e))
-    rows = [expected_rows(tokens, slots) for slots in accumulate((counts[e] for e in order), initial=0.0)]
-    rows[-1] = tokens if order else 0.0  # a batch of which nothing is copied is not divided
-    # Rows come back over the same wire as the copies, so they delay both ways.
-    rows_us = [count * size.row_bytes / rates.copy_gbs / 1e3 for count in rows]
-    compute_us = rates.wave_us + tokens * rates.token_us
-    pack_us = size.bytes / rates.pack_gbs / 1e3
-    each = max(size.bytes / rates.copy_gbs / 1e3, pack_us + compute_us / rates.wave_experts)
-    last = pack_us + compute_us  # the last wave, of one expert, is computed when all copies have ended
-    cpu_us = _cpu_times([counts[e] for e in order], rows, size, rates)
-    stream_us = [rates.wait_us + (len(order) - i) * each + last + us for i, us in enumerate(rows_us)]
-    stream_us[-1] = 0.0
-    found = [max(times) for times in zip(cpu_us, stream_us)]  # by the number of the CPU's experts
-    first = min((0, len(order)), key=lambda count: (found[count], -count))
-    both = min(range(len(found)), key=lambda count: (found[count], -count))
-    if found[both] <= worth * found[first]:
+    batch = _Batch([counts[expert] for expert in order], tokens, size, rates)
+    first = min((0, len(order)), key=lambda number: (batch.us(number), -number))
+    both = batch.best()
+    if batch.us(both) <= worth * batch.us(first):
         first = both
     ways = tuple(order[:first]), tuple(sorted(order[first:]))
-    return Ways(*ways, cpu_us[first], stream_us[first], cpu_us[-1], stream_us[0], rows[first])
-
-
-def _cpu_times(counts: Sequence[float], rows: Sequence[float], size: ExpertSize, rates: Rates) -> list[float]:
-    """The CPU's time for no expert, for the first one, for the first two ...; `rows` of the batch are sent then."""
-    pieces = [max(1, math.ceil(count / MOST_ROWS)) for count in rows]
-
-    def on_cpu(count: float, most: int) -> float:
-        parts = max(1.0, min(most, count))  # pieces that read the expert
-        return parts * rates.cpu_us(size, count / parts)
-
-    experts = {most: [0.0, *accumulate(on_cpu(count, most) for count in counts)] for most in set(pieces)}
-    start_us = rates.wait_us + rates.call_us
-    row_us = size.row_bytes / rates.copy_gbs / 1e3 + size.row_bytes / rates.sums_gbs / 1e3
-    times = [experts[most][i] + start_us + rows[i] * row_us for i, most in enumerate(pieces)]
-    return [0.0, *times[1:]]
+    alone = batch.cpu_us(len(order)), batch.stream_us(0)
+    return Ways(*ways, batch.cpu_us(first), batch.stream_us(first), *alone, batch.rows(first))
 
 
 def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, size: ExpertSize, rates: Rates) -> Ways:

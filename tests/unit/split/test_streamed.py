@@ -25,7 +25,7 @@ from lancebill.split.cpu_rows import expected_rows, rows_of_experts
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
 from lancebill.split.streamed import Stage, add_streamed, copy_first, count_tokens, wave_maps, waves_of
-from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, choose_ways, expected_ways
+from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, _Batch, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
 RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200, sums_gbs=50)
@@ -292,6 +292,17 @@ def test_both_ways_must_save_more_than_estimates_are_wrong() -> None:
         found = expected_ways(64, tokens, 8, 128, EXPERT, RATES)
         alone = min(found.copied_us, found.cpu_alone_us)
         assert found.estimate_us == alone or (found.cpu and found.streamed and found.estimate_us <= BOTH_WORTH * alone)
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 2048, 8192])
+def test_no_other_division_is_faster_by_estimate(tokens: int) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    counts = sorted(torch.poisson(torch.full((96,), tokens / 16.0), generator=g).clamp(min=1).tolist())
+    rates = replace(RATES, cpu_points=((1.0, 60.0), (8.0, 190.0), (64.0, 450.0)), wave_us=150.0, wave_experts=10)
+    batch = _Batch(counts, tokens, EXPERT, rates)
+    found = choose_ways(dict(enumerate(counts)), tokens, EXPERT, rates, worth=1.0)
+    assert found.estimate_us == min(batch.us(number) for number in range(97))
+    assert found.rows == batch.rows(len(found.cpu)) <= tokens
 
 
 def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
