@@ -4,10 +4,10 @@
     python benchmarks/pack.py --device cuda --large             a layer of DeepSeek-V4-Flash's shape, 256 experts
 
 A rate is bytes of packed weights per second, over whole layers from stored tensors to the layout of the backend. On a
-GPU it is also given as a share of the rate at which the device copies memory, on a CPU per second of processor time
-("core"). Sources: "memory", tensors on the device; "pinned", tensors in pinned host memory; "files", a checkpoint that
-was just written, so that the system has it in memory. The best of several rounds. `--profile` adds the kernels of a
-load and their time on the device.
+GPU it is also given as a share of the rate at which the device copies memory, or copies it from pinned memory if that
+is the source; on a CPU per second of processor time ("core"). Sources: "memory", tensors on the device; "pinned",
+tensors in pinned host memory; "files", a checkpoint that was just written, so that the system has it in memory. The
+best of several rounds. `--profile` adds the kernels of a load and their time on the device.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ def main() -> None:
     cases = chosen.case or (LARGE_CASES if chosen.large else CASES)
     sources = chosen.source or ((MEMORY, PINNED) if chosen.large else (MEMORY, FILES))
     threads = [torch.get_num_threads()] if on_gpu else [int(count) for count in chosen.threads.split(",")]
-    copy = copy_rate(chosen.device)
+    copies = {MEMORY: copy_rate(chosen.device)} | ({PINNED: pinned_copy_rate()} if on_gpu else {})
     rows: list[dict[str, Any]] = []
     for case in cases:
         for row in measure(case, size, chosen.device, threads, sources, profile=chosen.profile and on_gpu):
-            row["copy_share"] = round(row["bytes_per_s"] / copy, 3)
+            row["copy_share"] = round(row["bytes_per_s"] / copies.get(row["source"], copies[MEMORY]), 3)
             rows.append(row)
             print(json.dumps(row), flush=True)
     path = chosen.out or result_path("pack", chosen.device)
-    path.write_text(json.dumps(document(size, chosen.device, copy, rows), indent=2) + "\n")
+    path.write_text(json.dumps(document(size, chosen.device, copies, rows), indent=2) + "\n")
     print(f"wrote {path}")
 
 
@@ -242,11 +242,18 @@ def copy_rate(device: str) -> float:
     return source.nbytes / seconds
 
 
+def pinned_copy_rate() -> float:
+    """Bytes per second of a copy from pinned memory to a GPU."""
+    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device="cuda")
+    return source.nbytes / min(timed(lambda: _copy(source, target), "cuda")[0] for _ in range(ROUNDS + 1))
+
+
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
+    target.copy_(source, non_blocking=True)
 
 
-def document(size: Geometry, device: str, copy: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def document(size: Geometry, device: str, copies: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, Any]:
     from lancebill.cli.env import describe
 
     machine = describe()
@@ -255,7 +262,8 @@ def document(size: Geometry, device: str, copy: float, rows: list[dict[str, Any]
         **origin(Path(__file__).name),
         "layer": {"experts": size.experts, "hidden": size.hidden, "intermediate": size.intermediate},
         "machine": gpu_machine() if device.startswith("cuda") else cpu,
-        "copy_bytes_per_s": copy,
+        "copy_bytes_per_s": copies[MEMORY],
+        **({"pinned_copy_bytes_per_s": copies[PINNED]} if PINNED in copies else {}),
         "results": rows,
     }
 

@@ -30,7 +30,7 @@ import torch
 from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
 from load_memory import Peak, convert_to, write_source
 from pack import LARGE as LARGE_LAYER
-from pack import make_checkpoint
+from pack import make_checkpoint, pinned_copy_rate
 
 from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.files import Checkpoint
@@ -69,7 +69,7 @@ def main() -> None:
         for name, stored in folders.items():
             runs = [_in_process(stored, name) for _ in range(part.arguments.loads if name in (WHOLE, LARGE) else 1)]
             loads[name] = min(runs, key=lambda run: run["seconds"])
-        rates = {"disk": _rate(stored, _read_all)} | ({"PCIe": _copy_rate()} if DEVICE == "cuda" else {})
+        rates = {"disk": _rate(stored, _read_all)} | ({"PCIe": pinned_copy_rate()} if DEVICE == "cuda" else {})
     details |= {"loads": loads, "rates": rates}
     part.finish(_tallies(details), details)
 
@@ -165,18 +165,6 @@ def _rate(folder: Path, read: Callable[[Path], None]) -> float:
         for file in files:
             read(file)
         best = max(best, sum(file.stat().st_size for file in files) / (time.perf_counter() - start))
-    return best
-
-
-def _copy_rate() -> float:
-    host = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
-    device, best = torch.empty_like(host, device="cuda"), 0.0
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        best = max(best, host.nbytes / (time.perf_counter() - start))
     return best
 
 
