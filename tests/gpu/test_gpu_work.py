@@ -130,6 +130,27 @@ def test_single_linear(spec: str, activations: str, options: dict[str, object], 
     compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, valid)
 
 
+SIZES = {"hidden": 1152, "intermediate": 1920}  # the last stage of a unit is half full
+FEW_ROWS = [
+    *((spec, SIZES) for spec in ("nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int8")),
+    *((spec, SIZES) for spec in ("int8-g128", "fp8", "fp8-block", "mxfp8", "int2-g64", "int3-g32-zp", "nf4")),
+    ("int3-g128:fp32", {**SIZES, "bias": True}),
+    ("iq4-g32:fp16", {**SIZES, "bias": True}),
+    ("mxfp4", {"hidden": 4096, "intermediate": 14336}),  # chunks that end inside a unit
+    ("mxfp4", {"hidden": 256, "intermediate": 34816, "bias": True}),  # chunks of one unit
+]
+
+
+@pytest.mark.plans(lambda spec, options, tokens: [(linear(spec, "bf16", options), tokens)])
+@pytest.mark.parametrize(("spec", "options"), FEW_ROWS)
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_few_rows_of_one_matrix(spec: str, options: dict[str, object], tokens: int) -> None:
+    problem = linear(spec, "bf16", options)
+    x = torch.randn(tokens, problem.hidden, device="cuda").bfloat16()
+    valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, valid)
+
+
 def rows_of_first_gemm(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute a linear with more rows than are decoded; its input rows and their scales as the kernel wrote them."""
     tokens, backend, device = len(x), gpu_backend(), torch.device("cuda", 0)

@@ -158,7 +158,8 @@ def call_tensors(x: Tensor, dispatch: Indexed, out: Tensor) -> tuple[Tensor, ...
     return given if dispatch.expert_map is None else (*given, dispatch.expert_map)
 
 
-# x [..., K] times the one matrix of a layer: [..., N]; None if the function was not made for an x like this.
+# x [..., K] times the one matrix of a layer: [..., N]; None if the function was not made for an x like this, or if x
+# has a gradient.
 LinearCall = Callable[[Tensor], Tensor | None]
 
 Made = TypeVar("Made")

@@ -96,7 +96,7 @@ class QuantizedLinear(PackedModule):
         if torch.compiler.is_compiling():
             made: Tensor = quantized_linear(x, self.problem.w13.n, self.tag)
             return made
-        if self._executor is not None and isinstance(x, Tensor) and not x.requires_grad:
+        if self._executor is not None and isinstance(x, Tensor):
             call = self._executor.fast_linears.get(x.numel())
             result = None if call is None else call(x)
             if result is not None:

@@ -136,7 +136,7 @@ def _linear_call(
 
     def linear_call(x: Tensor) -> Tensor | None:
         fits = x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous()
-        if not fits or tensors.addresses() != addresses:
+        if not fits or x.requires_grad or tensors.addresses() != addresses:
             return None
         out = torch.empty(result, dtype=dtype, device=device)
         work = abi.WorkStruct.from_buffer_copy(template)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lancebill.backends.gpu.tiles import power_of_two
+
 _UNLIMITED = 1 << 30
 _LEAST_STAGES = 4  # of a chunk
 _MOST_PIECES = 8
 _UNEVEN = 1.12  # how much longer than equal chunks whole tiles may be
+_LONGER = 1.05  # how much more an SM may have to do than with fewer blocks
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,25 @@ def cut(tiles: int, blocks: int, resident: int, *, known: bool = True) -> Chunks
     if not known:
         return Chunks(even, resident, -(-(blocks - 1) // even) + 1)
     each = whole if whole <= _UNEVEN * even else even
-    if each % blocks == 0:
-        return Chunks(each, _UNLIMITED, 1)
-    return Chunks(each, _UNLIMITED, blocks // each if blocks % each == 0 else -(-(blocks - 1) // each) + 1)
+    return Chunks(each, _UNLIMITED, _most_pieces(blocks, each))
+
+
+def even_chunks(tiles: int, stages: int, processors: int, blocks: int) -> Chunks:
+    """Chunks of `tiles` tiles with which no SM has many more stages than the others; up to `blocks` share an SM.
+
+    All blocks run at once, and the SM with the most stages ends last. More blocks keep more bytes in flight.
+    """
+    total = tiles * stages
+    least = -(-(stages - 1) // (_MOST_PIECES - 1))
+    lengths = [-(-total // (processors * share)) for share in range(blocks, 0, -1)]
+    lengths = [each if _most_pieces(stages, each) <= _MOST_PIECES else max(each, least) for each in lengths]
+    busiest = [each * -(-total // (each * processors)) for each in lengths]
+    each = next(each for each, most in zip(lengths, busiest) if most <= _LONGER * min(busiest))
+    return Chunks(each, _UNLIMITED, power_of_two(_most_pieces(stages, each)))
+
+
+def _most_pieces(stages: int, each: int) -> int:
+    """The most chunks of `each` stages that a tile of `stages` is part of."""
+    if each % stages == 0:
+        return 1
+    return stages // each if stages % each == 0 else -(-(stages - 1) // each) + 1

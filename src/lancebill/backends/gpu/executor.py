@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Executor, FastCall, LinearCall, Plan, TensorTable, call_tensors
-from lancebill.backends.call_signature import same_metadata
 from lancebill.backends.gpu.bindings import Bindings
 from lancebill.backends.gpu.call import check_call, dense, is_dense, readable, write_back
+from lancebill.backends.gpu.linear_call import linear_call
 from lancebill.backends.gpu.plan import SINGLE, GpuPlan
-from lancebill.backends.gpu.program import ALIGNMENT, Program
+from lancebill.backends.gpu.program import Program
 from lancebill.backends.gpu.route_program import RouteProgram, RoutePrograms
 from lancebill.backends.gpu.step import Step
 from lancebill.backends.gpu.target import compile_target
@@ -70,7 +70,7 @@ class GpuExecutor(Executor):
             return WORKSPACES.of_stream(device, stream, size)
         if self.reserved is not None and self.reserved.memory.numel() >= size:
             return self.reserved
-        workspace = WORKSPACES.of_capture(device, stream, size, counting=plan.decode)
+        workspace = WORKSPACES.of_capture(device, stream, size, counting=plan.counts)
         if workspace.counters is not None:
             self.captures[workspace.counters.data_ptr()] = workspace.counters
         return workspace
@@ -147,7 +147,7 @@ class GpuExecutor(Executor):
         if _capturing() or plan.work != SINGLE or x.dtype != plan.problem.input.storage or not is_dense(x):
             return None
         program = self.program(plan, x.device, self.workspace(plan, x.device))
-        return _linear_call(program, self.tensors, x)
+        return linear_call(program, self.tensors, x)
 
     @classmethod
     def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
@@ -171,27 +171,6 @@ class GpuExecutor(Executor):
 
 def _capturing() -> bool:
     return bool(torch._C._cuda_isCurrentStreamCapturing())
-
-
-def _linear_call(program: Program, tensors: TensorTable, x: Tensor) -> LinearCall:
-    """A function and not an object with `__call__`, which takes the host longer to call."""
-    shape, dtype, on, like = x.shape, x.dtype, x.device, same_metadata(x)
-    result, tokens = (*shape[:-1], program.bindings.plan.problem.w13.n), shape[:-1].numel()
-    run, device, stream, addresses = program.run, program.bindings.device, program.bindings.stream, tensors.addresses()
-
-    def linear_call(x: Tensor) -> Tensor | None:
-        fits = like(x) or (x.shape == shape and x.dtype == dtype and x.device == on and x.is_contiguous())
-        at = x.data_ptr()
-        if not fits or at % ALIGNMENT or tensors.addresses() != addresses:
-            return None
-        here = torch._C._cuda_getDevice() == device and torch._C._cuda_getCurrentRawStream(device) == stream
-        if not here or torch._C._cuda_isCurrentStreamCapturing():
-            return None
-        out = x.new_empty(result)
-        run(tokens, (at, out.data_ptr(), 0))
-        return out
-
-    return linear_call
 
 
 def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:

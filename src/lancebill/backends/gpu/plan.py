@@ -66,6 +66,7 @@ class GpuPlan(Plan):
     w13: GemmPlan | None = None
     w2: GemmPlan | None = None
     decode: bool = False  # each slot is a tile
+    few_rows: bool = False  # of one matrix: all of them are one tile
     arch: int = 90  # compute capability of the GPU
     graphed: bool = False  # submit the launches as one CUDA graph
 
@@ -77,6 +78,11 @@ class GpuPlan(Plan):
     def work(self) -> str:
         """The problem's dispatch, or "single" if all rows belong to the only expert."""
         return SINGLE if self.problem.w2 is None and self.problem.experts == 1 else self.problem.dispatch
+
+    @property
+    def counts(self) -> bool:
+        """Whether blocks share tiles, and count the pieces of each."""
+        return self.decode or self.few_rows
 
     @property
     def slots(self) -> int:
@@ -172,6 +178,8 @@ def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
             if gemm is not None:
                 whole = name == "parts13" and plan.w2 is not None and gemm.pieces == 1
                 tensors[name] = (0 if whole else slots * gemm.units * gemm.pieces, ROWS), torch.float32
+    if plan.few_rows and first.pieces > 1:
+        tensors["parts13"] = (first.units * first.pieces * max(first.tiles[0].sizes), ROWS), torch.float32
     if plan.w2 is not None:
         tensors["h"] = (slots, problem.intermediate), problem.input.storage
     if plan.w2 is not None and plan.w2.row_type is not None:

@@ -33,6 +33,7 @@ class Program:
         # A graph of one launch takes the host longer than the launch.
         several = len(bindings.launches) > 1
         self.use_graph = several and not captured and plan.graphed and graphs_available()
+        self.single = None if several else self.arguments[0]
         # Changed by calls:
         self.tokens = -1
         self.caller: tuple[int, ...] = ()  # what the last call gave
@@ -50,7 +51,9 @@ class Program:
         with self.bindings.lock:
             if caller != self.caller or tokens != self.tokens:
                 self._point(tokens, caller)
-            self._launch()
+            # A launch that fails here launched nothing: `_launch` tries again, or raises.
+            if self.single is None or self.go(*self.single):
+                self._launch()
 
     def run_indexed(self, tokens: int, signature: CallSignature, given: tuple[Tensor, ...]) -> bool:
         """`run` for x, ids, weights, out (and the expert map), if the kernels can read these tensors as they are; else
@@ -113,7 +116,7 @@ class Program:
 
         Resets `tokens` and `caller` first, so that the call after an interrupted one writes everything again.
         """
-        bindings = self.bindings
+        bindings, same_rows = self.bindings, tokens == self.tokens and self.caller[:1] == caller[:1]
         self.caller = ()
         if tokens != self.tokens:
             self.tokens = -1
@@ -123,11 +126,11 @@ class Program:
             if self.graph is not None:
                 self.graph.copy_grids()
             self.tokens, self.all_changed = tokens, True
-        else:
+        elif self.use_graph:
             self.outdated |= bindings.with_caller
             self.all_changed = len(bindings.with_caller) == len(bindings.launches)
         bindings.caller[:] = caller  # type: ignore[call-overload]  # any sequence will do
-        if bindings.mapped:
+        if bindings.mapped and not same_rows:
             for slot, value in self._maps(caller[0], tokens):
                 slot.raw = value
         self.caller = caller

@@ -8,6 +8,7 @@ from lancebill.backends.gpu.tiles import Tile
 from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
+FEW_ROWS = "lancebill.backends.hopper.kernels.few_rows"
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv", S8: "i8"}
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 
@@ -74,3 +75,24 @@ def decode_gemm(
     }  # fmt: skip
     options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "width", "columns")
     return KernelSource(DECODE, "decode_gemm", tuple(arguments), tuple(constants.items()), aligned, options)
+
+
+def few_rows_gemm(
+    form: WeightForm, tile: Tile, pieces: int, out: str, *, bias: bool, depend: bool, promote: bool
+) -> KernelSource:
+    """The GEMM of one matrix with all rows in one tile: at most `pieces` blocks for a unit."""
+    pointers = {"out": out, "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32"}
+    arguments: list[tuple[str, str | Desc]] = [
+        ("x_desc", Desc(out, (tile.box, form.slice_columns), 128)),
+        ("w_desc", Desc("i32", (form.box_rows(tile.slices), 32), 128)),
+        ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
+        *((name, f"*{element}") for name, element in pointers.items()),
+        *((name, "i32") for name in ("rows", "units", "slices", "scale_blocks", "columns", "each")),
+    ]
+    constants = {
+        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        "STAGES": tile.stages, "SLICES": tile.slices, "PIECES": pieces, "BIAS": bias, "DEPEND": depend,
+        "PROMOTE": promote,
+    }  # fmt: skip
+    options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "columns")
+    return KernelSource(FEW_ROWS, "few_rows_gemm", tuple(arguments), tuple(constants.items()), aligned, options)

@@ -28,25 +28,35 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     units = problem.experts * layout.padded(problem.w13)[0] // ROWS
     rule = tried or tune.rule(forms[0].activations, slots, problem.experts, units)
     rule = reachable(tune.fitting(rule, forms), tokens)  # an expert has at most one row of a token
-    decode = _decodes(plan, layout, forms[0]) if decode is None else decode
-    launches = () if decode else rule.launches
+    few_rows = tried is None and decode is None and _has_few_rows(plan, layout, forms[0])
+    decode = not few_rows and _decodes(plan, layout, forms[0]) if decode is None else decode
+    launches = () if decode or few_rows else rule.launches
     gemms = [_grouped_gemm(layout, name, launches, rule.paired) for name in problem.matrices]
-    if decode:
+    if few_rows:
+        gemms = [_few_rows_gemm(plan, gemms[0])]
+    elif decode:
         gemms = [_decode_gemm(plan, gemm) for gemm in gemms]
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
         notes=(
-            "one tile per slot" if decode else f"token tiles {rule.tiles}",
+            "one tile" if few_rows else "one tile per slot" if decode else f"token tiles {rule.tiles}",
             *form_notes(forms),
         ),
         rule=rule,
         w13=gemms[0],
         w2=gemms[1] if problem.w2 is not None else None,
         decode=decode,
+        few_rows=few_rows,
         graphed=tune.graphed(tokens),
     )
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
+
+
+def _has_few_rows(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
+    """Whether all rows of one matrix are one tile, which is shared by blocks. 8-bit rows are not quantised by it."""
+    few = plan.work == SINGLE and plan.tokens <= tune.MOST_FEW_ROWS
+    return few and not form.byte_inputs and may_decode(plan, layout)
 
 
 def _decodes(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
@@ -71,6 +81,13 @@ def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
     chunks = tune.chunk(gemm.form, slots * gemm.units, gemm.slices, known=slots == plan.slots)
     tiles = (tune.decode_tile(gemm.form, gemm.slices),)
     return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=tiles)
+
+
+def _few_rows_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
+    """The GEMM with all rows in one tile."""
+    tile = tune.few_rows_tile(gemm.form, plan.tokens)
+    chunks = tune.share(gemm.units, -(-gemm.slices // tile.slices), tile.blocks)
+    return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=(tile,))
 
 
 def _estimate(problem: Problem, layout: FragmentLayout, slots: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lancebill.backends.gpu import steps as shared
 from lancebill.backends.gpu.plan import GpuPlan, row_width
-from lancebill.backends.gpu.step import Ref, Step, Value, scratch_ref
+from lancebill.backends.gpu.step import CALL, COUNTERS, Ref, Step, Value, scratch_ref
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.jit.compile import KernelSource
@@ -15,7 +15,7 @@ from lancebill.moe.problem import Problem
 
 def steps(plan: GpuPlan) -> tuple[Step, ...]:
     """All launches of one call, in order."""
-    return shared.layer_steps(plan, _grouped_gemms, _decode_gemm)
+    return (_few_rows_gemm(plan),) if plan.few_rows else shared.layer_steps(plan, _grouped_gemms, _decode_gemm)
 
 
 def kernels(problem: Problem, tokens: int) -> list[KernelSource]:
@@ -67,3 +67,31 @@ def _decode_gemm(plan: GpuPlan, name: str, rows: Ref, out: Ref) -> Step:
         **shared.decode_values(plan, name, out),
     }
     return Step(source, values, shared.decode_grid(plan, gemm, tile), tile.blocks)
+
+
+def _few_rows_gemm(plan: GpuPlan) -> Step:
+    """The GEMM of one matrix with all rows in one tile."""
+    assert plan.rule is not None
+    gemm, shape, (tile,) = plan.first_gemm, plan.problem.w13, plan.first_gemm.tiles
+    source = src.few_rows_gemm(
+        gemm.form, tile, gemm.pieces, plan.problem.input.name, bias=shape.bias, depend=plan.rule.overlap,
+        promote=gemm.promote,
+    )  # fmt: skip
+    values: dict[str, Value] = {
+        "x_desc": Ref(CALL, "x", mapped=shape.k),
+        "w_desc": Ref("w13", "codes", mapped=32),
+        "s_desc": Ref("w13", "scales" if gemm.form.scale_words else "codes", mapped=0),
+        "out": Ref(CALL, "out"),
+        "parts": scratch_ref("parts13" if gemm.pieces > 1 else "counts"),
+        "counters": Ref(COUNTERS, "all"),
+        "factors": Ref("w13", "factors"),
+        "bias": Ref("w13", "bias" if shape.bias else "factors"),
+        "rows": lambda m: m,
+        "units": gemm.units,
+        "slices": gemm.slices,
+        "scale_blocks": gemm.scale_blocks,
+        "columns": shape.n,
+        "each": gemm.each,
+    }
+    chunks = -(-gemm.units * -(-gemm.slices // tile.slices) // gemm.each)
+    return Step(source, values, lambda m: (chunks, 1))

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lancebill.backends.gpu.chunks import Chunks, cut
+from lancebill.backends.gpu.chunks import Chunks, cut, even_chunks
 from lancebill.backends.gpu.kernels.weight_form import E4M3, S8, WeightForm
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 
@@ -22,9 +22,11 @@ RESERVED = 1024  # shared memory per block that the driver reserves
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # per SM, when decoding
-_RESIDENT = _DECODE_BLOCKS * 132
-_TWO_PER_SM = 2 * 132
+_PROCESSORS = 132
+_RESIDENT = _DECODE_BLOCKS * _PROCESSORS
+_TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
+MOST_FEW_ROWS = 16  # of one matrix that are one tile
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
@@ -151,3 +153,19 @@ def chunk(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> C
         if whole.pieces == 1:
             return whole
     return cut(tiles, stages, _RESIDENT, known=known)
+
+
+@cache
+def few_rows_tile(form: WeightForm, rows: int) -> Tile:
+    """The pipeline of one matrix with all rows in one tile."""
+    tokens, slices = (8 if rows <= 8 else 16), decode_slices(form)
+    room = SHARED_PER_SM // _DECODE_BLOCKS - RESERVED - _BARRIERS
+    if room // stage_bytes(form, tokens, slices) < 3:
+        slices //= 2
+    stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices))
+    return Tile((tokens,), stages, slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS])
+
+
+def share(units: int, stages: int, blocks: int) -> Chunks:
+    """How the stages of one matrix are shared by blocks, when all rows are one tile."""
+    return even_chunks(units, stages, _PROCESSORS, blocks)

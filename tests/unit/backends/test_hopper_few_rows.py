@@ -1,0 +1,80 @@
+"""Plans of one matrix with a few rows on Hopper: when all rows are one tile, and how blocks share it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lancebill.backends.gpu.chunks import even_chunks
+from lancebill.backends.gpu.plan import GpuPlan, scratch
+from lancebill.backends.gpu.step import CALL, Ref
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.steps import steps
+from lancebill.jit.build import get_binary
+from lancebill.moe.activation import Activation
+from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Problem
+from lancebill.testing.layers import layer_problem
+
+PROCESSORS, BLOCKS = 132, 3
+
+
+def linear(spec: str = "mxfp4", activations: str = "bf16", n: int = 4096, k: int = 4096, **more: object) -> Problem:
+    layer = layer_problem(
+        spec, activations, hidden=k, intermediate=n, experts=1, top_k=1, activation=Activation("relu2_no_mul")
+    )
+    return replace(layer, dispatch=CONTIGUOUS, w2=None, **more)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 300))
+def test_chunks_share_all_stages_evenly(tiles: int, stages: int) -> None:
+    chunks = even_chunks(tiles, stages, PROCESSORS, BLOCKS)
+    total, each = tiles * stages, chunks.stages
+    count = -(-total // each)
+    assert count <= PROCESSORS * BLOCKS, "all blocks run at once"
+    owners = [set[int]() for _ in range(tiles)]
+    for chunk in range(count):
+        for stage in range(chunk * each, min((chunk + 1) * each, total)):
+            owners[stage // stages].add(chunk)
+    assert max(map(len, owners)) <= chunks.pieces <= 8
+    assert (chunks.pieces == 1) == (max(map(len, owners)) == 1)
+    if count > PROCESSORS and chunks.pieces < 8:
+        assert each * -(-count // PROCESSORS) <= 1.05 * (total / PROCESSORS + BLOCKS), "no SM ends much later"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+def test_up_to_16_rows_are_one_tile_and_one_launch(rows: int) -> None:
+    plan = make_plan(linear(), rows)
+    (step,) = steps(plan)
+    assert plan.few_rows and plan.counts and not plan.decode
+    assert dict(step.source.arguments)["x_desc"].box[0] == (8 if rows <= 8 else 16)  # type: ignore[union-attr]
+    assert step.grid(rows) == step.grid(1) and step.values["x_desc"] == Ref(CALL, "x", mapped=4096)
+    gemm, (tile,) = plan.first_gemm, plan.first_gemm.tiles
+    assert gemm.pieces > 1
+    assert scratch(plan)["parts13"][0] == (gemm.units * gemm.pieces * max(tile.sizes), 128)
+
+
+def not_one_tile() -> list[tuple[Problem, int]]:
+    invariant, scaled = linear(order=BATCH_INVARIANT), linear(pre_scale=True)
+    return [(linear(), 17), (linear(activations="fp8"), 8), (linear("int8", "int8"), 8), (invariant, 4), (scaled, 4)]
+
+
+@pytest.mark.parametrize(("problem", "rows"), not_one_tile())
+def test_others_are_not_one_tile(problem: Problem, rows: int) -> None:
+    """Many rows; rows that are quantised or scaled first; an order that must not depend on the number of rows."""
+    plan = make_plan(problem, rows)
+    assert isinstance(plan, GpuPlan) and not plan.few_rows
+
+
+def test_whole_units_need_no_partial_sums() -> None:
+    plan = make_plan(linear(n=34816, k=256), 4)
+    assert plan.few_rows and plan.first_gemm.pieces == 1 and "parts13" not in scratch(plan)
+
+
+def test_the_kernel_compiles() -> None:
+    (step,) = steps(make_plan(linear("int4-g128"), 16))
+    found = get_binary(step.source)
+    assert found.registers * found.threads * BLOCKS <= 65536 and found.shared <= 228 * 1024 // BLOCKS - 1024
