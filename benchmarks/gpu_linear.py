@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from machine import gpu_machine, origin, result_path
 
-from lancebill.bench.read_kernel import BLOCK, PER_PROCESSOR, read_words
+from lancebill.bench.read_kernel import make_sink, read_words
 from lancebill.bench.timing import CudaClock, host_time, measure
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.random_weight import random_weight
 from lancebill.numbers.spec_names import parse_spec
 
-SHAPES, SPECS, ROWS = "4096x4096,14336x4096,4096x14336", "mxfp4,int4-g128,int8,fp8-e4m3", "1,2,4,8,16"
+SHAPES, SPECS, ROWS = "4096x4096,14336x4096,4096x14336", "mxfp4,int4-g128,int8,fp8", "1,2,4,8,16"
 
 
 def main() -> None:
@@ -53,12 +53,9 @@ def main() -> None:
 def times(layer: QuantizedLinear, x: torch.Tensor, repeats: int) -> dict[str, Any]:
     codes = [tensor.view(-1).view(torch.int32) for tensor in layer.packed["w13"].values()]
     largest = max(codes, key=torch.Tensor.numel)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    sink = torch.empty(PER_PROCESSOR * processors, BLOCK, dtype=torch.int32, device=x.device)
     size = sum(tensor.nbytes for tensor in codes)
-    taken = measure(
-        CudaClock(x.device), {"layer": [partial(layer, x)], "read": [partial(read_words, largest, sink)]}, repeats
-    )
+    calls = {"layer": [partial(layer, x)], "read": [partial(read_words, largest, make_sink(x.device))]}
+    taken = measure(CudaClock(x.device), calls, repeats)
     read = taken["read"].median * size / largest.nbytes
     return {
         "backend": layer.choice.backend.name,

@@ -209,3 +209,22 @@ def _sanitizers(file: ResultFile) -> str:
 
 def _verdict(verdict: dict[str, Any]) -> str:
     return "clean" if verdict["verdict"] == "clean" else f"{verdict['unordered']} findings"
+
+
+def gpu_linear() -> str:
+    return "\n".join(_linear_table(file) for file in newest_files("gpu-linear"))
+
+
+def _linear_table(file: ResultFile) -> str:
+    cells: dict[str, dict[int, str]] = {}
+    for row in file.record["rows"]:
+        cell = f"{row['us']:.1f} ({row['of_read']:.0%}; {row['host_us']:.1f})"
+        cells.setdefault(f"{row['n']} x {row['k']}, {row['spec']}", {})[row["rows"]] = cell
+    counts = sorted({count for by in cells.values() for count in by})
+    rows = [(name, *(by.get(count, "") for count in counts)) for name, by in cells.items()]
+    note = (
+        f"µs of `QuantizedLinear` with so many rows of bf16 on {file.machine_title}: a replayed CUDA graph of one call "
+        "with evicted caches (the time of a kernel that only reads as many bytes, as a share of it; host time of an "
+        f"eager call). {links(file.name)}"
+    )
+    return markdown_table(("rows", *(str(count) for count in counts)), rows, note)

@@ -84,6 +84,8 @@ def layers() -> Iterator[Case]:
     for few in (whole, pieces, replace(whole, activations="fp8"), replace(pieces, activations="fp8")):
         yield from (few, replace(few, bias=True, activation="swigluoai"))
         yield replace(few, bias=True, activation="relu2_no_mul", intermediate=1536)
+    one = Case(tokens=12, experts=1, top_k=1, linear=True, dispatch="contiguous", hidden=2304, intermediate=768)
+    yield from (one, replace(one, tokens=3, bias=True), replace(one, hidden=256, bias=True))  # pieces; whole units
     for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8"), ("int4-g128", "int8")):
         few = Case(spec, activations, 20, experts=16, hidden=1024, intermediate=512, processors=1)
         # One block computes many tiles, of several stages and of one.

@@ -12,9 +12,13 @@ BLOCK, PER_PROCESSOR = 4096, 8
 
 def read_tensor(source: Tensor) -> Tensor:
     """Read all of `source`. The XOR of what each program read is stored, so the compiler cannot drop the loads."""
-    words = source.view(-1).view(torch.int32)
-    programs = PER_PROCESSOR * torch.cuda.get_device_properties(source.device).multi_processor_count
-    return read_words(words, torch.empty(programs, BLOCK, dtype=torch.int32, device=source.device))
+    return read_words(source.view(-1).view(torch.int32), make_sink(source.device))
+
+
+def make_sink(device: torch.device) -> Tensor:
+    """A word for each program: more would take time of its own beside a small source."""
+    programs = PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.empty(programs, dtype=torch.int32, device=device)
 
 
 def read_words(words: Tensor, sink: Tensor) -> Tensor:
@@ -28,4 +32,4 @@ def _read(words, sink, count, BLOCK: tl.constexpr):
     result = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         result ^= tl.load(words + start + offsets, mask=start + offsets < count, other=0)
-    tl.store(sink + tl.program_id(0) * BLOCK + offsets, result)
+    tl.store(sink + tl.program_id(0), tl.xor_sum(result, 0))
