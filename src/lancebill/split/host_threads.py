@@ -1,9 +1,10 @@
 """Which CPUs compute the experts in host memory.
 
-By default one thread for each physical core of one socket but one: a second thread of a core reads memory no faster,
-and memory of another socket is slower. Threads stay on that socket, but the system chooses the core: with one
-thread pinned to each core, a layer at one token took 963 us instead of 688 on an H200's host of 16 cores. A likely
-reason is that the thread that CUDA calls us on needs a core too; long spinning was slower as well.
+By default one thread for each physical core of one socket but two: a second thread of a core reads memory no faster,
+and memory of another socket is slower. Two cores stay free because the thread that launches kernels or waits for the
+GPU spins, too, and the system needs one: with 15 threads on an H200's host of 16 cores the CPU's part of a split layer
+took 5 to 20 % longer than alone, unless the waiting thread slept; with 14 it took as long. Threads that spin for 2 ms
+instead of 0.2 made it 10 to 90 % slower. Threads stay on the socket, but the system chooses the core.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lancebill.errors import SpecError
 
 TOPOLOGY, QUOTA = Path("/sys/devices/system/cpu"), Path("/sys/fs/cgroup/cpu.max")
 SPIN_US = 200
+_FREE, _MANY = 2, 8  # cores that stay free, if there are more than so many; else one
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class HostThreads:
 
     @classmethod
     def choose(cls, count: int | None = None) -> HostThreads:
-        """`count` threads of this machine; by default one for each physical core of a socket but one."""
+        """`count` threads of this machine; by default one for each physical core of a socket but two."""
         if count is not None and count < 1:
             raise SpecError("the CPU's part needs a thread", where="cpu_threads", got=count)
         cpus = physical_cores(TOPOLOGY, _allowed())
         most = min(len(cpus), allowed_by_quota(QUOTA) or len(cpus))
-        chosen = max(1, most - 1) if count is None else count
+        chosen = max(1, most - (_FREE if most > _MANY else 1)) if count is None else count
         return cls(chosen, cpus if chosen <= len(cpus) else ())
 
 

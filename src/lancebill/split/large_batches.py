@@ -19,7 +19,7 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.cpu_rows import CpuRows, rows_of_experts
+from lancebill.split.cpu_rows import rows_of_experts
 from lancebill.split.gpu_queues import MailboxQueue, SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
@@ -85,14 +85,18 @@ class LargeBatches:
         """
         stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
         waves = waves_of(ways.streamed, stage.experts)
+        # Small copies go first: behind those of experts they would wait for milliseconds.
+        places = self._map_of(ways.cpu, host_map)
+        maps = torch.cat([wave_maps(host_map, waves), places.unsqueeze(0)]).to(x.device)
         self._begin(stage, lane, waves)
-        places, rows = self._sent(x, dispatch, host_map, ways)
+        rows = None
+        if ways.cpu and ways.rows < x.shape[0]:
+            rows = rows_of_experts(x, dispatch, maps[-1])
         side, sums = SideStream(x.device), None
         try:
             if ways.cpu:
                 given, slots = (x, dispatch) if rows is None else (rows.x, rows.dispatch)
                 sums = self.host.calls.queue(side, self.host.executor, places, given, slots)
-            maps = wave_maps(host_map, waves).to(x.device)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
                 total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
             if flags and bool(any_set(flags)):
@@ -104,13 +108,6 @@ class LargeBatches:
         if sums is not None:
             total = total.add_(sums) if rows is None else rows.add_to(total, sums)
         return out.copy_(total)
-
-    def _sent(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways) -> tuple[Tensor, CpuRows | None]:
-        """The map of the CPU's experts in this batch, and the rows that are sent there; None: all."""
-        places = self._map_of(ways.cpu, host_map)
-        if not ways.cpu or ways.rows >= x.shape[0]:
-            return places, None
-        return places, rows_of_experts(x, dispatch, places.to(x.device))
 
     def _begin(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]]) -> None:
         lane.begin_batch()

@@ -36,9 +36,9 @@ class Rates:
     wave_us: float = 0.0  # that the GPU computes the experts of one wave, of no tokens
     token_us: float = 0.0  # and for each token of the batch
     wave_experts: int = 1
-    call_us: float = 20.0  # to the CPU and back
+    call_us: float = 100.0  # to the CPU and back
     wait_us: float = 250.0  # until the host knows which experts are used, and the first copies are queued
-    sums_gbs: float = 5.5  # sums of all rows, however few of the CPU's experts they use: fitted to recorded runs
+    sums_gbs: float = 20.0  # sums of rows, however few of the CPU's experts they use: fitted to measured calls
     cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
 
     def cpu_us(self, size: ExpertSize, tokens: float) -> float:
@@ -56,7 +56,7 @@ class Rates:
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
-BOTH_WORTH = 0.85  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
+BOTH_WORTH = 0.93  # of the better of both ways alone: estimates may be wrong, and it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
 
@@ -111,7 +111,8 @@ class _Batch:
         pieces = max(1, math.ceil(rows / MOST_ROWS))
         row_us = self.size.row_bytes * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
         experts_us = sum(self._on_cpu(count, pieces) for count in self.counts[:number])
-        return rates.wait_us + rates.call_us + rows * row_us + experts_us
+        wait_us = rates.wait_us if number < len(self.counts) else 0.0
+        return wait_us + rates.call_us + rows * row_us + experts_us
 
     def _on_cpu_uncached(self, count: float, pieces: int) -> float:
         parts = max(1.0, min(pieces, count))  # pieces that read the expert
@@ -124,7 +125,7 @@ class _Batch:
         compute_us = rates.wave_us + self.tokens * rates.token_us
         pack_us = size.bytes / rates.pack_gbs / 1e3
         each = max(size.bytes / rates.copy_gbs / 1e3, pack_us + compute_us / rates.wave_experts)
-        last = pack_us + compute_us  # the last wave, of one expert, is computed when all copies have ended
+        last = pack_us * max(1, rates.wave_experts // 4) + compute_us  # a small wave, when all copies have ended
         # Rows come back over the same wire as the copies, so they delay both ways.
         rows_us = self.rows(number) * size.row_bytes / rates.copy_gbs / 1e3
         return rates.wait_us + (len(self.counts) - number) * each + last + rows_us

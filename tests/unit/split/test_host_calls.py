@@ -182,6 +182,9 @@ def test_threads_run_on_the_physical_cores_of_one_socket(tmp_path: Path, monkeyp
     monkeypatch.setattr(host_threads, "_allowed", lambda: range(12))
     assert HostThreads.choose() == HostThreads(2, (0, 1, 2)), "a core stays free"
     assert HostThreads.choose(3) == HostThreads(3, (0, 1, 2))
+    monkeypatch.setattr(host_threads, "physical_cores", lambda topology, allowed: tuple(range(16)))
+    assert HostThreads.choose().count == 14, "of many cores two"
+    monkeypatch.setattr(host_threads, "physical_cores", physical_cores)
     assert not HostThreads.choose(4).cpus, "more threads than cores may use all CPUs"
     monkeypatch.setattr(host_threads, "QUOTA", quota)
     quota.write_text("200000 100000")

@@ -33,7 +33,7 @@ class Recorded:
     @cached_property
     def rates(self) -> Rates:
         points = tuple((tokens, us) for tokens, us in self.row["rates"].get("cpu_points", ()))
-        return Rates(**self.row["rates"] | {"cpu_points": points})
+        return Rates(**{"sums_gbs": 5.5} | self.row["rates"] | {"cpu_points": points})
 
     @cached_property
     def size(self) -> ExpertSize:

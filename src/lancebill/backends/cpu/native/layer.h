@@ -265,7 +265,7 @@ void run_last_gemm(const Call& call) {
       multiply_blocks<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
                          ToOutput{call, base});
     }
-    for (int64_t row = 0; row < call.summed_rows; row++) {
+    for (int64_t row = 0; row < call.summed_rows && !call.sums_are_out(); row++) {
       store_row(call.sums_of(row) + column, min_of(width, logical - column), work.out_type, work.out,
                 row * work.out_stride + column);
     }

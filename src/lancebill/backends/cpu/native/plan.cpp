@@ -101,6 +101,13 @@ class ScratchAllocator {
   int64_t used_ = 0;
 };
 
+// Whether `out` can hold the sums while they grow.
+bool fits_sums(const Call& call) {
+  const lancebill_work& work = *call.work;
+  return call.summed_rows > 0 && work.out_type == LANCEBILL_F32 && work.out_stride == call.last.rows &&
+         call.last.matrix->rows == call.last.rows && reinterpret_cast<uintptr_t>(work.out) % kUnit == 0;
+}
+
 void lay_out_inputs(ScratchAllocator& allocator, const Call& call, const Packed& packed, Inputs& inputs) {
   const bool tiles = call.tile_rows > 0 && fits_tiles(packed);
   inputs.stride = max_of(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
@@ -169,6 +176,7 @@ int64_t lay_out(Call& call, uint8_t* memory) {
   }
   lay_out_inputs(allocator, call, call.last, call.last_inputs);
   allocator.allocate(call.sums, call.summed_rows * call.last.rows);
+  if (memory != nullptr && fits_sums(call)) call.sums = static_cast<float*>(call.work->out);
   call.row_floats = max_of(call.first.columns, call.last.columns);
   const int64_t expanded = call.tile_rows > 0 ? 2 * kRows * 2 * call.row_floats : 0;  // two row blocks in bf16
   call.per_thread_bytes = round_up(3 * 4 * call.row_floats + expanded, 4096);         // no page is shared by threads

@@ -85,13 +85,14 @@ struct Call {
 
   Inputs first_inputs, last_inputs;
   float* hidden = nullptr;  // [slots][padded intermediate], after the activation
-  float* sums = nullptr;    // [summed_rows][padded rows of last]
+  float* sums = nullptr;    // [summed_rows][padded rows of last]; of a dense fp32 result without padding it is `out`
   uint8_t* per_thread = nullptr;
   int64_t per_thread_bytes = 0;
   int64_t row_floats = 0;   // length of each of the three fp32 row buffers at the start of a thread's memory
 
   bool by_tokens() const { return work->ids != nullptr; }  // indexed dispatch, summed per token; else grouped
   float* sums_of(int64_t row) const { return sums + row * last.rows; }
+  bool sums_are_out() const { return sums == work->out; }
   int64_t hidden_stride() const { return gated ? first.rows / 2 : first.rows; }
   const Inputs& inputs_of(const Packed& packed) const { return &packed == &first ? first_inputs : last_inputs; }
 };
