@@ -7,6 +7,7 @@ from typing import Any
 
 from result_files import ResultFile, links, markdown_table, result_files
 from vllm_answers import compared
+from vllm_tables import TITLES
 
 NOTHING = "Nothing has been measured yet.\n"
 Server = dict[str, Any]
@@ -23,9 +24,13 @@ class Column:
     @property
     def trials(self) -> int:
         """Answered trials of every server."""
-        return min(
-            sum("failure" not in trial for trial in _held(server, self.case)["trials"]) for server in self.servers
-        )
+        return min(len(_seconds(server, self.case)) for server in self.servers)
+
+    @property
+    def spread(self) -> str:
+        """How far the slowest trial of a server is from its fastest, of the server where that is most."""
+        seconds = [_seconds(server, self.case) for server in self.servers]
+        return f"{max(max(each) / min(each) - 1 for each in seconds):.0%}"
 
     def cell(self, backend: str) -> str:
         rates = {server["backend"]: float(_held(server, self.case)["tokens_per_s"]) for server in self.servers}
@@ -76,13 +81,14 @@ def _load_table(model: str, activations: str, columns: Columns) -> str:
         (_backend_name(server), *(column.cell(backend) for column in chosen))
         for backend, server in sorted(servers.items(), key=lambda item: (_is_ours(item[1]), item[0]))
     ]
+    rows.append(("trials differ by up to", *(column.spread for column in chosen)))
     record = chosen[-1].file.record
     trials = [column.trials for column in chosen]
     note = (
-        f"{model}, MXFP4 x {activations}: tokens per second by `vllm bench serve`, of prompts where one token is asked "
-        f"for, else of answers; median of {_range(trials)} trials, servers in turns (ours over the best peer of the "
-        f"same run). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in parts of "
-        f"{record['stream_interval']} tokens; {links(*dict.fromkeys(column.file.name for column in chosen))}"
+        f"{TITLES.get(model, model)}, MXFP4 x {activations}: tokens per second by `vllm bench serve`, of prompts where "
+        f"one token is asked for, else of answers; median of {_range(trials)} trials, servers in turns (ours over the "
+        f"best peer of the same run). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in "
+        f"parts of {record['stream_interval']} tokens; {links(*dict.fromkeys(column.file.name for column in chosen))}"
     )
     return markdown_table(("", *(_case_name(column.case) for column in chosen)), rows, note)
 
@@ -95,6 +101,11 @@ def _backend_name(server: Server) -> str:
     return "**lancebill**" if _is_ours(server) else str(server["backend"]).removesuffix("-fp8")
 
 
+def _seconds(server: Server, case: dict[str, int]) -> list[float]:
+    """Of the trials that were answered."""
+    return [trial["duration"] for trial in _held(server, case)["trials"] if "failure" not in trial]
+
+
 def _held(server: Server, case: dict[str, int]) -> dict[str, Any]:
     """What a server has of a case."""
     return next((held for held in server["cases"] if held["case"] == case), {})
@@ -102,6 +113,8 @@ def _held(server: Server, case: dict[str, int]) -> dict[str, Any]:
 
 def _case_name(case: dict[str, int]) -> str:
     lengths = f"{case['tokens_in']:,} in, {case['tokens_out']:,} out"
+    if case["prompts"] == 1:
+        return f"{lengths}: one prompt"
     return f"{lengths}: {case['prompts']} prompts, {case['concurrency']} at once"
 
 

@@ -152,7 +152,7 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def load_case(tokens_out: int, rate: float) -> dict[str, Any]:
     case = {"prompts": 16, "concurrency": 8, "tokens_in": 64, "tokens_out": tokens_out}
-    return {"case": case, "trials": [{}, {}], "tokens_per_s": rate}
+    return {"case": case, "trials": [{"duration": 2.0}, {"duration": 3.0}], "tokens_per_s": rate}
 
 
 def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
@@ -170,7 +170,7 @@ def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
         return {"case": load_case(tokens_out, 0.0)["case"], "trials": [refused] * 2}
 
     failed = {"model": "qwen3-30b", "backend": "marlin", "activations": "bf16", "failure": "out of memory"}
-    once = load_case(9, 40.0) | {"trials": [{}]}
+    once = load_case(9, 40.0) | {"trials": [{"duration": 2.0}]}
     runs = {
         "a": [server("ours", load_case(1, 300.0), load_case(9, 30.0)), server("humming", load_case(1, 200.0)), failed],
         "b": [server("ours", load_case(1, 1.0), once), server("marlin", unanswered(1), load_case(9, 20.0))],
@@ -183,9 +183,15 @@ def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
         path.write_text(json.dumps(start | {"servers": servers}), encoding="utf-8")
     lines = vllm_bench_tables.vllm_bench_serve().splitlines()
     assert lines[0] == "|  | 64 in, 1 out: 16 prompts, 8 at once | 64 in, 9 out: 16 prompts, 8 at once |"
-    assert lines[2:5] == ["| humming | 200 |  |", "| marlin |  | 20 |", "| **lancebill** | 300 (1.50x) | 40 (2.00x) |"]
-    assert "median of 1 to 2 trials" in lines[6] and "h200/a.json), [" in lines[6] and "h200/b.json" in lines[6]
-    assert len(lines) == 7
+    assert lines[2:6] == [
+        "| humming | 200 |  |",
+        "| marlin |  | 20 |",
+        "| **lancebill** | 300 (1.50x) | 40 (2.00x) |",
+        "| trials differ by up to | 50% | 50% |",
+    ]
+    assert "Qwen3-30B-A3B, 48 layers, MXFP4" in lines[7] and "median of 1 to 2 trials" in lines[7]
+    assert "h200/a.json), [" in lines[7] and "h200/b.json" in lines[7]
+    assert len(lines) == 8
 
 
 def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
