@@ -160,7 +160,7 @@ def repeated(few: Generated, form: names.NameForm, experts: int) -> Generated:
 
 def reader_of(tensors: dict[str, torch.Tensor]) -> Reader:
     def read(name: str, index: Index) -> torch.Tensor:
-        return (tensors[name][index] if index else tensors[name]).contiguous()
+        return tensors[name][index] if index else tensors[name]
 
     return read
 

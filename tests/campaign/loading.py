@@ -67,7 +67,8 @@ def main() -> None:
             details["large_bytes"] = _stored_bytes(folders[LARGE])[0]
         loads: dict[str, dict[str, Any]] = {}
         for name, stored in folders.items():
-            runs = [_in_process(stored, name) for _ in range(part.arguments.loads if name in (WHOLE, LARGE) else 1)]
+            timed = LARGE if LARGE in folders else WHOLE
+            runs = [_in_process(stored, name) for _ in range(part.arguments.loads if name == timed else 1)]
             loads[name] = min(runs, key=lambda run: run["seconds"])
         rates = {"disk": _rate(stored, _read_all)} | ({"PCIe": pinned_copy_rate()} if DEVICE == "cuda" else {})
     details |= {"loads": loads, "rates": rates}

@@ -48,7 +48,7 @@ def reader_of(tensors: Mapping[str, Tensor], device: torch.device) -> Reader:
 
     def read(name: str, index: Index) -> Tensor:
         tensor = tensors[name][index] if index else tensors[name]
-        return (tensor if tensor.device.type == "cpu" else tensor.to(device)).contiguous()
+        return tensor if tensor.device.type == "cpu" else tensor.to(device)
 
     return read
 

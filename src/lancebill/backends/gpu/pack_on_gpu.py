@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -70,7 +71,7 @@ def pack_codes(
     blocks, slices = padded[0] // f.ROWS, padded[1] // form.slice_columns
     values: Values = {
         "codes": words,
-        "places": torch.tensor(places).to(out.device, non_blocking=True) if places else None,
+        "places": _table(places, out.device) if places else None,
         "out": out,
         "rows": rows,
         "row_words": row_words,
@@ -80,6 +81,11 @@ def pack_codes(
     }
     programs = experts * blocks * -(-slices // _SLICES)
     return launch(code_source, (form, gated, read), {**values, **strides}, programs, out.device)
+
+
+def _table(numbers: list[int], device: torch.device) -> Tensor:
+    """int64 on the device; torch would take longer to read a list than to copy it."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device, non_blocking=True)
 
 
 def distances(addresses: Sequence[int], parts: int) -> list[int]:

@@ -224,20 +224,20 @@ def load_experts(
 def load_matrices(
     read: Reader, plan: LayerPlan, experts: Sequence[int], losses: Callable[[str, Loss], None] | None = None
 ) -> Iterator[ExpertWeights]:
-    """As `load_experts`, w2 before w13 is read: a device can pack the one while the host reads the other."""
+    """As `load_experts`, one matrix before the other is read: a device can pack it meanwhile.
+
+    w13 is the larger one, so it comes first, unless its rows are in the act-order of w2.
+    """
     if plan.one_by_one and len(experts) > 1:
         yield stack_weights([load_expert(read, plan, expert, losses) for expert in experts])
         return
-    layer, cut = plan.layer, plan.cut
-    load = partial(_load_target, read, plan, losses)
-    down = [layer.projections[expert, DOWN] for expert in experts]
-    w2, order = load("w2", down, (0, layer.hidden), (cut.start, cut.stop))
-    w2 = pad(w2, plan.w2.n, plan.w2.k)
-    if plan.placement.tp_rank > 0 and w2.bias is not None:
-        w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must add it once
+    load, order = partial(_load_target, read, plan, losses), None
+    if not plan.one_by_one:
+        yield _matrix(read, plan, experts, "w13", _load_w13(read, plan, load, experts, order))
+    w2, order = _load_w2(plan, load, experts)
     yield _matrix(read, plan, experts, "w2", (w2, [w2.inputs]))
-    del w2  # its memory is free for w13
-    yield _matrix(read, plan, experts, "w13", _load_w13(read, plan, load, experts, order))
+    if plan.one_by_one:
+        yield _matrix(read, plan, experts, "w13", _load_w13(read, plan, load, experts, order))
 
 
 def _matrix(
@@ -265,15 +265,26 @@ def reads_of_experts(plan: LayerPlan, experts: Sequence[int]) -> Iterator[Read]:
         for projections in (down, *sides):
             yield from reads_of(projections, ((0, projections[0].n), (0, projections[0].k)))
         return
-    yield from reads_of(down, ((0, layer.hidden), (cut.start, cut.stop)))
     rows = cut.start, cut.stop
     together = read_together(sides[0], sides[1], rows, cut.size) if layer.gated else None
     for projections, area in [(side, (rows, (0, layer.hidden))) for side in sides] if together is None else [together]:
         yield from reads_of(projections, area)
+    yield from reads_of(down, ((0, layer.hidden), (cut.start, cut.stop)))
 
 
 Joined = tuple[LogicalWeight, list[Inputs]]  # a matrix, and what its projections say about its input
 Load = Callable[..., tuple[LogicalWeight, Tensor | None]]  # `_load_target` with its first arguments
+
+
+def _load_w2(plan: LayerPlan, load: Load, experts: Sequence[int]) -> tuple[LogicalWeight, Tensor | None]:
+    """w2, and the act-order of its columns if it has one."""
+    layer, cut = plan.layer, plan.cut
+    down = [layer.projections[expert, DOWN] for expert in experts]
+    w2, order = load("w2", down, (0, layer.hidden), (cut.start, cut.stop))
+    w2 = pad(w2, plan.w2.n, plan.w2.k)
+    if plan.placement.tp_rank > 0 and w2.bias is not None:
+        w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must add it once
+    return w2, order
 
 
 def _load_w13(

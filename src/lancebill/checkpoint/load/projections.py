@@ -113,10 +113,10 @@ def _decode_apart(scheme: Scheme, found: Mapping[str, Found], size: Span) -> Log
 
 
 def _stacked(tensors: Found) -> Tensor:
-    """[experts, ...]."""
+    """[experts, ...], contiguous, however the reader's tensors are."""
     if isinstance(tensors, Tensor):
-        return tensors
-    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+        return tensors.contiguous()
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].contiguous().unsqueeze(0)
 
 
 def _trim(

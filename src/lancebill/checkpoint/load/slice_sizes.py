@@ -16,10 +16,11 @@ SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the wa
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
 WORKING_BYTES = 192 << 20  # of all threads together
 READ_BYTES = 256 << 20  # of pinned memory
-COPIED = 3  # slices whose pinned memory may not be free yet while they are copied and packed
+READ_BUFFERS = 3  # of a slice that is read ahead: with smaller ones, packing would take longer than reading
+COPIED = 2  # slices whose pinned memory may not be free yet while they are copied and packed
 FEWEST_AHEAD = 3  # slices, however large
 READERS = 12  # threads; a disk needs several reads at a time to reach its rate
-PIECES = 6  # of a slice, each read by one thread: slices are complete in their order
+PIECES = 9  # of a slice, each read by one thread: slices are complete in their order
 
 
 def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
@@ -34,8 +35,8 @@ def step_for(plan: LayerPlan, device: torch.device) -> int:
 
 
 def read_step(plan: LayerPlan, device: torch.device) -> int:
-    """How many experts a slice has that is read ahead for a GPU: as many as fit a buffer, so that all threads read."""
-    return min(step_for(plan, device), _experts_in(plan, BUFFER_BYTES))
+    """How many experts a slice has that is read ahead for a GPU: as many as fit a few buffers."""
+    return min(step_for(plan, device), _experts_in(plan, READ_BUFFERS * BUFFER_BYTES))
 
 
 def pinned_step(plan: LayerPlan, device: torch.device) -> int:

@@ -55,7 +55,10 @@ def read_slice(descriptor: int, info: TensorInfo, index: Index = ()) -> Tensor:
     if out.numel() == 0:
         return out
     offset, counts, strides = _runs(info, spans, dtype.itemsize)
-    _read(descriptor, out.view(-1).view(torch.uint8).view(counts), info.start + offset, strides, info.file)
+    if len(counts) == 1:
+        read_exactly(descriptor, out, info.start + offset, info.file)
+    else:
+        _read(descriptor, out.view(-1).view(torch.uint8).view(counts), info.start + offset, strides, info.file)
     return out
 
 
