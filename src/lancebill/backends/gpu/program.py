@@ -6,6 +6,9 @@ It does not allocate, synchronise or compute shapes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -30,14 +33,12 @@ class Program:
         self.bindings = bindings
         self.arguments = [launch.arguments for launch in bindings.launches]
         self.go = launch_function()
-        # A graph of one launch takes the host longer than the launch.
-        several = len(bindings.launches) > 1
-        self.use_graph = several and not captured and plan.graphed and graphs_available()
-        self.single = None if several else self.arguments[0]
+        self.use_graph = not captured and plan.graphed and graphs_available()
         # Changed by calls:
         self.tokens = -1
         self.caller: tuple[int, ...] = ()  # what the last call gave
         self.graph: Graph | None = None
+        self.repeat: Callable[[], int] | None = None  # launches the graph, if it has the arguments of the last call
         self.outdated: set[int] = set()  # indices of launches whose arguments changed since the graph was updated
         self.all_changed = False  # this call changes every launch
         self.tensor_maps = LimitedDict[tuple[int, int], list[tuple[MapSlot, bytes]]](_MOST_KEPT)  # by x and tokens
@@ -51,9 +52,9 @@ class Program:
         with self.bindings.lock:
             if caller != self.caller or tokens != self.tokens:
                 self._point(tokens, caller)
-            # A launch that fails here launched nothing: `_launch` tries again, or raises.
-            if self.single is None or self.go(*self.single):
-                self._launch()
+            elif self.repeat is not None and not self.repeat():
+                return
+            self._launch()  # also after a launch that failed: it tries again, or raises
 
     def run_indexed(self, tokens: int, signature: CallSignature, given: tuple[Tensor, ...]) -> bool:
         """`run` for x, ids, weights, out (and the expert map), if the kernels can read these tensors as they are; else
@@ -107,7 +108,8 @@ class Program:
         else:
             graph.update(self.outdated)
         self.outdated.clear()
-        code = graph.launch_function(*graph.arguments)
+        self.repeat = partial(graph.launch_function, *graph.arguments)
+        code = self.repeat()
         if code:
             check_launch(code)
 
@@ -117,7 +119,7 @@ class Program:
         Resets `tokens` and `caller` first, so that the call after an interrupted one writes everything again.
         """
         bindings, same_rows = self.bindings, tokens == self.tokens and self.caller[:1] == caller[:1]
-        self.caller = ()
+        self.caller, self.repeat = (), None
         if tokens != self.tokens:
             self.tokens = -1
             self.outdated.update(range(len(bindings.launches)))

@@ -73,7 +73,12 @@ def multiply_chunk(out, parts, counters, factors, bias, ring, rows, units, slice
             own = parts + (unit * PIECES + gl.program_id(0) - unit * blocks // each) * (config.tokens * 128)
             store_piece(own, top, rows)
             store_piece(own + 64, bottom, rows)
-            barrier()
+    if PIECES > 1:
+        barrier()
+        at = gl.program_id(0) * each
+        while at < end:  # after all pieces are stored, so that no GEMM waits for a counter
+            unit = at // blocks
+            at = (unit + 1) * blocks
             pieces = pieces_of(unit, blocks, each)
             if gl.atomic_add(counters + unit, 1, sem="acq_rel") == pieces - 1:
                 gl.store(counters + unit, 0)
