@@ -10,6 +10,7 @@ from lancebill.backends import oracle
 from lancebill.backends.ampere import shipped as ampere_shipped
 from lancebill.backends.ampere.plan import make_plan
 from lancebill.backends.ampere.steps import steps
+from lancebill.backends.ampere.tuning import policy as tune
 from lancebill.backends.gpu.cards import ARCHS, CARDS, nearest_card
 from lancebill.backends.gpu.kernels import triton_version
 from lancebill.backends.gpu.plan import GpuPlan
@@ -122,6 +123,14 @@ def test_few_experts_are_not_read_for_every_slot(arch: int) -> None:
     assert [decodes("deepseek-v4-flash", tokens) for tokens in (1, 4)] == [True, True]
 
 
+def test_tiles_hold_few_rows_that_nobody_needs() -> None:
+    """An expert's last rows are multiplied with fewer than 8 empty ones; more than 32 rows with fewer than 16."""
+    for rows in (4, 8, 16, 40, 100):
+        sizes = tune.rule(rows).sizes
+        for rest in range(min(sizes) - 7, max(sizes) + 1):
+            assert min(size for size in sizes if size >= rest) - rest < (8 if rest <= 32 else 16), (rows, rest)
+
+
 def test_few_tiles_are_spread_over_all_processors() -> None:
     """Mixtral's w2 has 32 units of 8 experts: as pairs, 128 tiles for the 324 blocks of an A100. Single ones are
     three for an SM, or two where it has more SMs; those share its memory, and nothing is kept for others."""
@@ -131,8 +140,8 @@ def test_few_tiles_are_spread_over_all_processors() -> None:
         plan = make_plan(problem, tokens, Device("cuda", 80, processors=processors))
         return [(tile.units, tile.blocks) for name in problem.matrices for tile in plan.gemm(name).tiles]
 
-    assert tiles(16, 108) == tiles(64, 108) == [(2, 3), (1, 3)]
-    assert tiles(16, 132) == tiles(64, 132) == [(2, 3), (1, 2)]
+    assert tiles(32, 108) == tiles(64, 108) == [(2, 3), (1, 3)]
+    assert tiles(32, 132) == tiles(64, 132) == [(2, 3), (1, 2)]
     assert tiles(64, 28) == [(2, 3), (2, 3)]
 
 
