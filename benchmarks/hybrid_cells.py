@@ -33,8 +33,8 @@ from lancebill.split.ways import BOTH_WORTH, Rates
 from lancebill.testing.layers import worst_row
 
 TURNS = 3  # what is compared is measured in turns: the rate of memory changes from second to second
-ENOUGH_S = 0.05  # of one measurement
-ROUNDS = 3, 25  # at least, at most
+ENOUGH_S = 0.04  # of one measurement
+ROUNDS = 2, 25  # at least, at most
 PREFILLS = 3
 STEPS = 200, 400  # of a layer whose experts move: first, and timed
 CALLS = {1: 16, 4: 8}  # different calls in a round, by tokens: experts must not stay in the CPU's caches

@@ -19,7 +19,7 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.cpu_rows import rows_of_experts
+from lancebill.split.cpu_rows import CpuRows, rows_of_experts
 from lancebill.split.gpu_queues import MailboxQueue, SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
@@ -81,7 +81,7 @@ class LargeBatches:
     def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor) -> Tensor:
         """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
 
-        The wire takes longest, so the first copies are queued before everything else.
+        The wire takes longest, so the first copies are queued before everything else that takes time.
         """
         stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
         waves = waves_of(ways.streamed, stage.experts)
@@ -99,15 +99,14 @@ class LargeBatches:
                 sums = self.host.calls.queue(side, self.host.executor, places, given, slots)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
                 total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
-            if flags and bool(any_set(flags)):
-                with repeating():
-                    self._begin(stage, lane, waves)
-                    total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
         finally:
             side.join()
-        if sums is not None:
-            total = total.add_(sums) if rows is None else rows.add_to(total, sums)
-        return out.copy_(total)
+        out.copy_(_together(total, sums, rows))
+        if flags and bool(any_set(flags)):
+            with repeating():
+                self._begin(stage, lane, waves)
+                out.copy_(_together(self._on_gpu(stage, lane, waves, maps, x, dispatch), sums, rows))
+        return out
 
     def _begin(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]]) -> None:
         lane.begin_batch()
@@ -155,6 +154,13 @@ class LargeBatches:
             assert isinstance(executor, CpuExecutor)
             _RATES[key] = measure_rates(executor, self._stage(device), lane_of(device.index or 0))
         return _RATES[key]
+
+
+def _together(total: Tensor, sums: Tensor | None, rows: CpuRows | None) -> Tensor:
+    """The GPU's sums and those of the CPU, which has all rows or some."""
+    if sums is None:
+        return total
+    return total.add_(sums) if rows is None else rows.add_to(total, sums)
 
 
 def expert_size(host: Executor) -> ExpertSize:
