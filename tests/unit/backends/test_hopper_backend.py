@@ -248,6 +248,28 @@ def test_small_layers_do_not_pair_units() -> None:
         assert (2 in {tile.units for tile in plan.first_gemm.tiles}) == many
 
 
+@pytest.mark.parametrize(
+    ("tiles", "blocks"),
+    [
+        (1, 2),
+        (226, 2),
+        (436, 4),
+        (1132, 3),
+        (1528, 4),
+        (100_000, 4),
+    ],  # 1132 tiles are 2.1 rounds of four or 2.9 of three
+)
+def test_blocks_of_an_sm_are_busy_in_the_last_round(tiles: int, blocks: int) -> None:
+    assert tune.well_filled(4, tiles) == blocks and tune.well_filled(2, tiles) == 2
+
+
+def test_few_tiles_share_the_memory_of_an_sm() -> None:
+    """Mixtral's w2 has 32 units of 8 experts, less than two for each SM; its w13 has 224."""
+    plan = make_plan(problem(hidden=4096, intermediate=14336, experts=8, top_k=2), 8)
+    (many,), (few,) = plan.first_gemm.tiles, plan.gemm("w2").tiles
+    assert not plan.decode and (many.blocks, few.blocks) == (4, 2) and few.stages > many.stages
+
+
 def test_batch_invariant_plans_never_split_k() -> None:
     layer = replace(problem(), order=BATCH_INVARIANT)
     assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode

@@ -31,7 +31,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     few_rows = tried is None and decode is None and _has_few_rows(plan, layout, forms[0])
     decode = not few_rows and _decodes(plan, layout, forms[0]) if decode is None else decode
     launches = () if decode or few_rows else rule.launches
-    gemms = [_grouped_gemm(layout, name, launches, rule.paired) for name in problem.matrices]
+    gemms = [_grouped_gemm(plan, layout, name, rule, launches) for name in problem.matrices]
     if few_rows:
         gemms = [_few_rows_gemm(plan, gemms[0])]
     elif decode:
@@ -67,11 +67,15 @@ def _decodes(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
     return may_decode(plan, layout) and tune.decodes(form.activations, plan.slots, longest)
 
 
-def _grouped_gemm(layout: FragmentLayout, name: str, launches: tuple[tuple[int, ...], ...], paired: bool) -> GemmPlan:
+def _grouped_gemm(
+    plan: GpuPlan, layout: FragmentLayout, name: str, rule: Rule, launches: tuple[tuple[int, ...], ...]
+) -> GemmPlan:
     """The GEMM of one matrix, with the tile sizes of each launch."""
-    gemm = gemm_plan(layout, name)
-    gated, paired = layout.problem.is_gated(name), paired and gemm.units % 2 == 0
-    tiles = tuple(tune.tile(gemm.form, sizes, gated, paired) for sizes in launches)
+    gemm, slots, problem = gemm_plan(layout, name), plan.expected_slots, plan.problem
+    gated, paired = problem.is_gated(name), rule.paired and gemm.units % 2 == 0
+    expected = round(gemm.units * max(activated_experts(problem, slots), slots / rule.full_tile))
+    many = plan.work == SINGLE  # measured for experts only
+    tiles = tuple(tune.tile(gemm.form, sizes, gated, paired, None if many else expected) for sizes in launches)
     return replace(gemm, tiles=tiles, promote=tune.promotes(gemm.form))
 
 

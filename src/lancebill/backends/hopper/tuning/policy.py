@@ -7,6 +7,7 @@ follow the rows that each expert really gets; the average only decides which siz
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -21,8 +22,10 @@ SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # shared memory per block that the driver reserves
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
-_DECODE_BLOCKS = 3  # per SM, when decoding
 _PROCESSORS = 132
+_FEWEST_BLOCKS = 2  # per SM; one alone has nothing that hides its waits
+_FILLED = 0.8  # the share of all rounds of tiles that blocks must at least be busy
+_DECODE_BLOCKS = 3  # per SM, when decoding
 _RESIDENT = _DECODE_BLOCKS * _PROCESSORS
 _TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
@@ -104,9 +107,27 @@ def stage_bytes(form: WeightForm, tokens: int, slices: int, units: int = 1) -> i
     return slices * (tokens + units * form.slice_rows) * 128 + units * 4 * form.stage_scale_words(slices)
 
 
+def well_filled(blocks: int, tiles: int) -> int:
+    """Blocks per SM, at most `blocks`, that keep the SMs busy until the last of so many tiles.
+
+    With few tiles, some blocks would have none in the last round while others begin one. Fewer blocks have more shared
+    memory and read faster.
+    """
+
+    def share(count: int) -> float:
+        rounds = tiles / (_PROCESSORS * count)
+        return rounds / math.ceil(rounds)
+
+    choices = range(blocks, _FEWEST_BLOCKS - 1, -1)
+    return next((count for count in choices if share(count) >= _FILLED), max(choices, key=share))
+
+
 @cache
-def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = False) -> Tile:
-    """The pipeline of a launch: as many stages of the largest tile as fit in the block's share of shared memory."""
+def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = False, tiles: int | None = None) -> Tile:
+    """The pipeline of a launch: as many stages of the largest tile as fit in the block's share of shared memory.
+
+    `tiles`: those of one unit that the GEMM is expected to have, in all its launches (None: many).
+    """
     tokens = max(sizes)
     (slices_16, slices_8), blocks = _SHAPES[tokens]
     units = 2 if paired and tokens in _PAIRED and form.simple and not promotes(form) else 1
@@ -115,6 +136,8 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = F
     elif not form.simple or form.byte_inputs or (form.scale_words > 1 and tokens > 8):
         # More words in flight need more registers per thread.
         blocks = min(blocks, 3)
+    if tiles is not None:
+        blocks = well_filled(blocks, -(-tiles // units))
     slices = slices_8 if form.byte_inputs else slices_16
     if tokens == 24 and units == 1 and form.scale_words > 1:
         slices = min(slices, 2)  # four would spill registers
