@@ -9,16 +9,18 @@ from result_files import ResultFile, geometric_mean, links, markdown_table, resu
 Row = dict[str, Any]
 LAYER = ("shape", "weights", "activations", "routing")
 UNIFORM = "uniform"
+REACHABLE = 0.97  # of the floor, in the best cells
 
 
 def gpu_shapes() -> str:
-    """For each machine: mean ratios, every layer with uniform routing, then skewed routings."""
+    """For each machine: mean ratios, what they could be, every layer with uniform routing, then skewed routings."""
     pages = []
     for machine in dict.fromkeys(file.machine for file in result_files("gpu-shapes")):
         rows = newest_cells(result_files("gpu-shapes", machine))
         uniform = [row for row in rows if row["routing"] == UNIFORM]
         skewed = [row for row in rows if row["routing"] != UNIFORM]
-        tables = [means(uniform), cells(uniform, _UNIFORM_NOTE), cells(skewed, _SKEWED_NOTE), _sources(rows)]
+        tables = [means(uniform), highest_means(uniform), cells(uniform, _UNIFORM_NOTE), cells(skewed, _SKEWED_NOTE)]
+        tables.append(_sources(rows))
         pages.append("\n".join(table for table in tables if table))
     return "\n".join(pages)
 
@@ -28,6 +30,10 @@ _UNIFORM_NOTE = (
     "ours in the same run, our share of the floor). Humming's faster GEMM type counts; it is timed without its routing "
     "sort. The floor is the larger of the flops at the rate of a dense GEMM and the bytes of the activated experts at "
     "the rate of reads, both measured in the same run."
+)
+_HIGHEST_NOTE = (
+    "Geometric means by tokens; in brackets, what they would be if every cell were at least at "
+    f"{REACHABLE:.0%} of the floor."
 )
 _SKEWED_NOTE = (
     "The same with skewed routing. eight-busy: eight experts share all tokens; half-empty: half of the experts do; "
@@ -69,6 +75,21 @@ def means(rows: list[Row]) -> str:
             lines.append((" x ".join(spec), len(compared), mean, cell, slower or "none"))
     head = ("weights x activations", "cells", "geometric mean", "lowest", "slower than Humming")
     return markdown_table(head, lines) if lines else ""
+
+
+def highest_means(rows: list[Row]) -> str:
+    """The means by tokens, and how high they could be: a cell near the floor cannot become much faster."""
+    groups: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for row in rows:
+        found = ratio(row)
+        if found is not None:
+            highest = found * max(1.0, REACHABLE / row["of_floor"])
+            groups.setdefault((f"{row['weights']} x {row['activations']}", row["tokens"]), []).append((found, highest))
+    table: dict[str, dict[int, str]] = {}
+    for (spec, tokens), ratios in groups.items():
+        now, highest = map(geometric_mean, zip(*ratios))
+        table.setdefault(spec, {})[tokens] = f"{now:.2f}x ({highest:.2f}x)"
+    return table_by_tokens(table, _HIGHEST_NOTE) if table else ""
 
 
 def cells(rows: list[Row], note: str) -> str:

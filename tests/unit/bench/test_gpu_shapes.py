@@ -158,6 +158,7 @@ def test_tables_and_summary_show_the_newest_cells(run: Run) -> None:
         (folder / f"{name}.json").write_text(json.dumps({"date": name, "rows": rows}))
     text = shape_tables.gpu_shapes()
     assert "| mxfp4 x fp8 | 2 | 1.28x | 1.10x (deepseek-v3 at 1) | none |" in text
+    assert "| mxfp4 x fp8 | 1.10x (2.13x) | 1.50x (2.91x) |" in text  # half of the floor's speed: 1.94 times at 97 %
     assert "| deepseek-v3, mxfp4 x fp8 | 40 (1.10x, 50%) | 100 (1.50x, 50%) |" in text
     assert "| deepseek-v3, mxfp4 x fp8, zipf | 100 (50%) |" in text
     (first, *_) = [row for row in summary.summary_rows() if row["table"] == "gpu-shapes"]
