@@ -157,8 +157,7 @@ def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: A
 
 def _part_reads(experts: Sequence[Projection], role: str, around: Area) -> list[Read]:
     """The reads of one part: one for each expert, or a single one if they are neighbours in one tensor."""
-    sources, projection = [each.sources[role] for each in experts], experts[0]
-    source = sources[0]
+    projection, source = experts[0], experts[0].sources[role]
     ratio = source.part.ratio(source.dtype)
     full = ax.shape(source.axes, projection.stored_n, projection.k, ratio)
     if not source.part.cuttable:
@@ -169,18 +168,18 @@ def _part_reads(experts: Sequence[Projection], role: str, around: Area) -> list[
         index = ()  # the whole tensor: indexing takes longer than everything else about reading from memory
     if source.reversed:
         index = index[::-1]
-    if len(sources) > 1 and source.expert is not None and not source.rows_per_expert:
+    if source.expert is None:  # then each has a tensor of its own
+        return [(each.sources[role].tensor, index) for each in experts]
+    sources = [each.sources[role] for each in experts]
+    if len(sources) > 1 and not source.rows_per_expert:
         last = source.expert + len(sources)
         if len({s.tensor for s in sources}) == 1 and [s.expert for s in sources] == list(range(source.expert, last)):
             return [(source.tensor, (slice(source.expert, last), *index))]
-    if index:
-        return [(s.tensor, _expert_index(s, index)) for s in sources]
-    return [(s.tensor, () if s.expert is None else (s.expert,)) for s in sources]
+    return [(s.tensor, _expert_index(s, index)) for s in sources]
 
 
 def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | slice, ...]:
-    if source.expert is None:
-        return index
+    assert source.expert is not None
     if source.rows_per_expert:
         base = source.expert * source.rows_per_expert
         first = index[0]
