@@ -10,12 +10,13 @@ from shape_tables import newest_cells
 
 Row = dict[str, Any]
 MARLIN, HOPPER, PLAIN, INTEGERS = "marlin", "hopper", "bf16", "int8"
-FEW_TOKENS = 256  # up to these, reading weights takes most of the time
+FEW_TOKENS = 256
 _NOTE = (
     "µs of a whole layer: kernels compiled for sm_80, whose PTX an H200's driver compiles (Marlin's time over ours, "
     "and that of our Hopper kernels over ours, in the same run). This is a proxy for GPUs before Hopper, which have "
     "other rates: it compares kernels that use the same instructions, and says nothing about the times on such a GPU. "
-    "Marlin is vLLM 0.26.0's layer, also mma.sync, also compiled for the H200 from PTX for sm_80."
+    "Marlin is vLLM 0.26.0's layer, also mma.sync, also compiled for the H200 from PTX for sm_80. Bound by reading: "
+    "reading the activated weights takes longer than multiplying at the rate of a dense GEMM, both as measured."
 )
 _INTEGER_NOTE = (
     "The same kernels with int8 activations: µs (the time with bf16 activations over it, in the same run). Where "
@@ -29,12 +30,9 @@ def gpu_older() -> str:
     pages = []
     for machine in dict.fromkeys(file.machine for file in result_files("gpu-older")):
         files = result_files("gpu-older", machine)
-        compared = [row for row in newest_cells(files) if MARLIN in row["against"]]
-        timed = [
-            row | {"run": file.name, "ceilings": file.record["ceilings"]}
-            for file in files
-            for row in file.record["rows"]
-        ]
+        ceilings = {file.name: {"ceilings": file.record["ceilings"]} for file in files}
+        compared = [row | ceilings[row["run"]] for row in newest_cells(files) if MARLIN in row["against"]]
+        timed = [row | {"run": file.name} | ceilings[file.name] for file in files for row in file.record["rows"]]
         tables = [means(compared), cells(compared), integers(timed)]
         sources = links(*(file.name for file in files))
         pages.append("\n".join([*filter(None, tables), f"Each cell is from the newest run that has it: {sources}\n"]))
@@ -42,18 +40,21 @@ def gpu_older() -> str:
 
 
 def means(rows: list[Row]) -> str:
-    """Geometric mean and lowest ratio to Marlin, and to our Hopper kernels with few tokens."""
+    """Geometric mean and lowest ratio to Marlin, and to our Hopper kernels with few tokens where reading bounds."""
     lines = []
     for spec in dict.fromkeys((row["weights"], row["activations"]) for row in rows):
         own = [row for row in rows if (row["weights"], row["activations"]) == spec]
-        few = [row for row in own if row["tokens"] <= FEW_TOKENS]
-        lines.append((" x ".join(spec), len(own), _summary(own, MARLIN), _summary(few, HOPPER)))
-    head = ("weights x activations", "cells", "against Marlin", f"against `hopper`, up to {FEW_TOKENS} tokens")
+        read = [row for row in own if row["tokens"] <= FEW_TOKENS and _bound_by_reading(row)]
+        lines.append((" x ".join(spec), len(own), _summary(own, MARLIN), len(read), _summary(read, HOPPER)))
+    where = f"bound by reading, up to {FEW_TOKENS} tokens"
+    head = ("weights x activations", "cells", "against Marlin", where, "of these against `hopper`")
     return markdown_table(head, lines) if lines else ""
 
 
 def _summary(rows: Iterable[Row], peer: str) -> str:
     ratios = {f"{row['shape']} at {row['tokens']:,}": row["against"][peer]["ratio"] for row in rows}
+    if not ratios:
+        return ""
     lowest = min(ratios, key=lambda cell: ratios[cell])
     return f"{geometric_mean(ratios.values()):.2f}x, lowest {ratios[lowest]:.2f}x ({lowest})"
 

@@ -177,3 +177,21 @@ def test_int8_is_compared_with_bf16_of_the_same_run() -> None:
     assert "20 (1.50x)" in older_tables.integers(rows)
     assert older_tables.integers([rows[0], rows[1] | {"run": "b"}]) == ""
     assert "20 (1.50x of at most 1.67x)" in older_tables.integers([row | {"floor_us": 18.0} for row in rows])
+
+
+def test_older_kernels_are_compared_with_hopper_where_reading_bounds_both() -> None:
+    """Multiplying takes 50 us: not in a layer whose floor is that."""
+    cell = {
+        "weights": "mxfp4",
+        "activations": "bf16",
+        "ceilings": {"bf16": 800.0},
+        "tflops": 400.0,
+        "ours": {"us": 100.0},
+    }
+    rows = [
+        cell | {"shape": "a", "tokens": tokens, "floor_us": floor,
+                "against": {"marlin": {"ratio": 1.5}, "hopper": {"ratio": ratio}}}
+        for tokens, floor, ratio in ((16, 80.0, 0.9), (64, 80.0, 1.0), (256, 50.0, 0.5), (1024, 80.0, 0.5))
+    ]  # fmt: skip
+    assert "| 4 | 1.50x, lowest 1.50x (a at 16) | 2 | 0.95x, lowest 0.90x (a at 16) |" in older_tables.means(rows)
+    assert "| 1 | 1.50x, lowest 1.50x (a at 256) | 0 |  |" in older_tables.means(rows[2:3])
