@@ -17,7 +17,7 @@ HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already
 WORKING_BYTES = 192 << 20  # of all threads together
 READ_BYTES = 256 << 20  # of pinned memory
 READ_BUFFERS = 3  # of a slice that is read ahead: with smaller ones, packing would take longer than reading
-COPIED = 2  # slices whose pinned memory may not be free yet while they are copied and packed
+COPIED = 3  # buffers that may not be free yet, as they are copied
 FEWEST_AHEAD = 3  # slices, however large
 READERS = 12  # threads; a disk needs several reads at a time to reach its rate
 PIECES = 9  # of a slice, each read by one thread: slices are complete in their order
@@ -62,7 +62,7 @@ def workers_for(plan: LayerPlan, slices: int) -> int:
 def read_ahead(plan: LayerPlan, device: torch.device) -> int:
     """How many slices are read for a GPU, or wait to be packed."""
     buffers = -(-read_step(plan, device) * _packed_bytes(plan) // BUFFER_BYTES) or 1
-    return max(FEWEST_AHEAD, READ_BYTES // (buffers * BUFFER_BYTES) - COPIED)
+    return max(FEWEST_AHEAD, (READ_BYTES // BUFFER_BYTES - COPIED) // buffers)
 
 
 def _experts_in(plan: LayerPlan, most: int) -> int:
