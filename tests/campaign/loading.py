@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
-from load_memory import Peak, convert_to, write_source
+from load_memory import Peak
 from pack import LARGE as LARGE_LAYER
 from pack import make_checkpoint, pinned_copy_rate
 
@@ -36,9 +36,9 @@ from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
-from lancebill.testing.checkpoints import save
+from lancebill.testing.checkpoints import Geometry, save
 
-SPEC, EXPERTS, HIDDEN, INTERMEDIATE = "int4-g128", 128, 2048, 768
+SMALL_CASE, SMALL_LAYER = "compressed-tensors-g128", Geometry(128, 2048, 768)
 WHOLE, LARGE, COLUMNS, PIECES = "whole", "large", "half of the columns", "piece by piece"
 LOADS = {
     WHOLE: Placement(),
@@ -57,8 +57,7 @@ def main() -> None:
         return
     part = Part("loading", __doc__, figures, device=DEVICE, loads=3)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on a disk, not in memory
-        source = write_source(Path(folder) / "source", 1, EXPERTS, HIDDEN, INTERMEDIATE)
-        small = convert_to(source, Path(folder) / SPEC, SPEC)
+        small = save(make_checkpoint(SMALL_CASE, SMALL_LAYER, DEVICE)[0], Path(folder) / "small")
         size, largest = _stored_bytes(small)
         details = {"expert_bytes": size, "largest_slice": largest, "device": DEVICE}
         folders = {name: small for name in LOADS if name != LARGE}
@@ -95,10 +94,11 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
+        measuring, _ = _bytes_read(f"self/task/{memory.native_id}")
     held = sum(tensor.nbytes for tensor in layer.state_dict().values())
     assert held == sum(tensor.nbytes for tensor in first.state_dict().values())
     read, from_disk = (after - start for start, after in zip(before, _bytes_read()))
-    out = {"seconds": seconds, "read": read, "from_disk": from_disk}
+    out = {"seconds": seconds, "read": read - measuring, "from_disk": from_disk}
     out |= {"held": held, "host": memory.growth()["anonymous"], "pinned": _pinned_bytes()}
     if DEVICE == "cuda":
         out["device_peak"] = torch.cuda.max_memory_allocated() - device_before
@@ -120,9 +120,10 @@ def _stored_bytes(folder: Path) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def _bytes_read() -> tuple[int, int]:
-    """By read calls of this process, from files of any kind; and those that came from a disk, not from the cache."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+def _bytes_read(who: str = "self") -> tuple[int, int]:
+    """By read calls of this process or a thread, from files of any kind; and those that came from a disk, not from the
+    cache."""
+    lines = dict(line.split(": ") for line in Path(f"/proc/{who}/io").read_text().splitlines())
     return int(lines["rchar"]), int(lines["read_bytes"])
 
 
