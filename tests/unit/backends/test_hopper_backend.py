@@ -270,6 +270,13 @@ def test_few_tiles_share_the_memory_of_an_sm() -> None:
     assert not plan.decode and (many.blocks, few.blocks) == (4, 2) and few.stages > many.stages
 
 
+@pytest.mark.parametrize("tokens", [4096, 8192])
+def test_programs_that_place_ids_all_run_at_once(tokens: int) -> None:
+    """An SM has registers for one. Fewer would each place more slots, one after the other."""
+    (place,) = [step for step in steps(make_plan(problem(top_k=8), tokens)) if step.source.kernel == "place_ids"]
+    assert 128 <= place.grid(tokens)[0] <= 132
+
+
 def test_batch_invariant_plans_never_split_k() -> None:
     layer = replace(problem(), order=BATCH_INVARIANT)
     assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode

@@ -19,7 +19,7 @@ from lancebill.moe.problem import FAST, INDEXED, Problem
 SINGLE = "single"
 MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispatch_combine.py
 SMALL = 256  # most tokens that a single launch dispatches
-_CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
+_CHUNKS = {1024: 128, 4096: 256, 8192: 512}  # most tokens: slots that one program counts; above: _MOST_COUNTED
 _MOST_COUNTED = 1024
 MOST_READS = 1.4  # of an expert, on average, where each slot is a tile; above, tiles of several rows are faster
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
