@@ -29,7 +29,7 @@ from lancebill.split.host_calls import host_threads, use_host_threads
 from lancebill.split.host_threads import HostThreads
 from lancebill.split.large_batches import LargeBatches
 from lancebill.split.streamed import BUFFERS, copy_first, waves_of
-from lancebill.split.ways import BOTH_WORTH, Rates
+from lancebill.split.ways import BOTH_WORTH, MOST_ROWS, Rates
 from lancebill.testing.layers import worst_row
 
 TURNS = 3  # what is compared is measured in turns: the rate of memory changes from second to second
@@ -302,7 +302,7 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
         "never_slower": taken["prefill"] <= min(taken["cpu"], taken["copied"]),
         "on_cpu": len(chosen.cpu), "copied": len(chosen.streamed), "estimate_us": chosen.estimate_us,
         "cpu_estimate_us": chosen.cpu_alone_us, "copied_estimate_us": chosen.copied_us,
-        "lane_gbs": lane_gbs(large, given.x.device), "rates": asdict(rates),
+        **(beside_copies(layer, large, given) if tokens <= MOST_ROWS else {}), "rates": asdict(rates),
     }  # fmt: skip
 
 
@@ -321,8 +321,8 @@ def _forced(large: LargeBatches, device: torch.device, rates: Rates, worth: floa
         large._expected.clear()
 
 
-def lane_gbs(large: LargeBatches, device: torch.device) -> float:
-    """GB/s of the copies of all experts in host memory, wave by wave, while nothing else happens."""
+def lane_copies(large: LargeBatches, device: torch.device) -> tuple[Callable[[], None], int]:
+    """Queues the copies of all experts in host memory, wave by wave; and their bytes."""
     stage, lane = large._stage(device), large_batches.lane_of(device.index or 0)
     held = large.host.executor.tensors.packed()
     waves = waves_of(range(large.host.executor.problem.experts), stage.experts)
@@ -333,7 +333,29 @@ def lane_gbs(large: LargeBatches, device: torch.device) -> float:
             lane.begin_batch()
             copy_first(stage, lane, held, waves[first:])
 
-    return size / eager_us(copy) / 1e3
+    return copy, size
+
+
+def beside_copies(layer: RoutedExperts, large: LargeBatches, given: Batch) -> Measured:
+    """The CPU's part with all its experts, alone and while experts are copied; the rate of copies alone and beside."""
+    device, call = given.x.device, host_calls(layer, [given])[0]
+    (copy, size), lane = lane_copies(large, device), large_batches.lane_of(device.index or 0)
+    alone_us, copy_us = eager_us(call.run), eager_us(copy)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times, rates, repeats = [], [], max(1, round(alone_us / copy_us))
+    for _ in range(PREFILLS):
+        torch.cuda.synchronize()
+        start.record(lane.stream)
+        for _ in range(repeats):
+            copy()
+        end.record(lane.stream)
+        begun = time.perf_counter()
+        call.run()
+        times.append((time.perf_counter() - begun) * 1e6)
+        torch.cuda.synchronize()
+        rates.append(size * repeats / start.elapsed_time(end) / 1e6)
+    beside = {"beside_us": median(times), "beside_gbs": median(rates)}
+    return {"alone_us": alone_us, "lane_gbs": size / copy_us / 1e3, **beside}
 
 
 def cpu_part(experts: Experts, tokens: int) -> Measured:
