@@ -18,10 +18,10 @@ CPU and `idle_gpu_us` its GPU part alone, so the difference is what the way to t
 
 `prefill`, with half of the experts on the GPU: `prefill_us` as planned, `cpu_us` with all missing experts on the CPU,
 `copied_us` with all copied, `both_us` with the best division of both ways however little it saves by estimate;
-`lane_gbs` is the rate of the layer's own copies alone, `alone_us` the time of the CPU's part without a GPU, `beside_gbs`
-and `beside_us` are those of both at work (batches of one call of the CPU); `wire_us` is their bytes / the rate of pinned copies
-(`wire_gbs`, of the same run), `together_us` the time of the CPU and the wire together, `over_best` the planned time
-over the best of these three.
+`lane_gbs` is the rate of the layer's own copies alone, `alone_us` the time of the CPU's part without a GPU; `beside_us`
+and `beside_gbs` are those of both at work (batches of one call of the CPU); `wire_us` is the bytes of missing experts /
+the rate of pinned copies (`wire_gbs`, of the same run), `together_us` the time of the CPU and the wire together,
+`over_best` the planned time over the best of these three.
 
 `peers`: the CPU's part with all experts, and other libraries with the same ones on as many threads; `difference` is the
 relative difference of their results to ours. `ended_with`: the process that measures them did not end well.
