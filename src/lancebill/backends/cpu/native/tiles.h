@@ -13,11 +13,16 @@
 namespace lancebill {
 namespace {
 
-// The operand of LDTILECFG.
+// The operand of LDTILECFG. With less than a tile of input rows, their tile (6) and its sums (0 and 1) have only as many
+// lines: a product takes as long as it has lines.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  explicit TileConfig(int64_t rows) {
+    if (rows < kTileRows) lines[0] = lines[1] = lines[6] = static_cast<uint8_t>(rows);
+  }
 };
 
 // sums[input tile][block] = up to 48 input rows times two row blocks. With `Expand` the pass also expands the weights.
@@ -124,7 +129,7 @@ struct Amx : Avx512 {
     const Inputs& inputs = call.inputs_of(p);
     uint16_t* buffer = reinterpret_cast<uint16_t*>(row_buffers(call, thread).values + 3 * call.row_floats);
     const int64_t count = p.columns / kTileColumns;
-    const TileConfig config;
+    const TileConfig config(end - slot);
     _tile_loadconfig(&config);
     alignas(64) float sums[kPassRows / kTileRows][kPair][kTileRows * kRows];
     for (int64_t block = low; block < high; block += kPair) {
