@@ -144,7 +144,9 @@ def pack() -> str:
         head = ("stored as", "from", "GB/s", "of the copy rate", "ms", "MiB beside the result")
         size = file.record["results"][0]["packed_bytes"] / 1e9
         pinned = file.record.get("pinned_copy_bytes_per_s")
-        what = f", from pinned memory of {pinned / 1e9:.0f} GB/s, the rate of a copy from there" if pinned else ""
-        note = f"A layer of {size:.1f} GB on {file.machine_title}, all experts{what}; {links(file.name)}"
+        what = (
+            f" The copy rate of pinned memory is that of copies from there, {pinned / 1e9:.0f} GB/s." if pinned else ""
+        )
+        note = f"A layer of {size:.1f} GB on {file.machine_title}, all experts.{what} {links(file.name)}"
         pages.append(markdown_table(head, rows, note))
     return "\n".join(pages)
