@@ -299,7 +299,7 @@ def test_rows_by_ids(
 def test_places_over_several_chunks_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are placed by expert, then in order: over four chunks, each of which is placed in two steps."""
     monkeypatch.setattr(rowwise, "SMALL", 8)
-    monkeypatch.setattr(planning, "_CHUNKS", {1 << 20: 256})
+    monkeypatch.setattr(planning, "_FEWEST_COUNTED", 256)
     problem, tokens = make_problem("mxfp4", "bf16", {}), 400
     plan = make_plan(problem, tokens)
     constants = dict(steps(plan)[1].source.constants)

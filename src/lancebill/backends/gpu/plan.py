@@ -19,8 +19,8 @@ from lancebill.moe.problem import FAST, INDEXED, Problem
 SINGLE = "single"
 MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispatch_combine.py
 SMALL = 256  # most tokens that a single launch dispatches
-_CHUNKS = {1024: 128, 4096: 256, 8192: 512}  # most tokens: slots that one program counts; above: _MOST_COUNTED
-_MOST_COUNTED = 1024
+_FEWEST_COUNTED, _MOST_COUNTED = 128, 1024  # slots that one program counts
+_COUNTING = 128  # programs that run at once
 MOST_READS = 1.4  # of an expert, on average, where each slot is a tile; above, tiles of several rows are faster
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
 
@@ -206,7 +206,8 @@ def list_capacity(plan: GpuPlan) -> int:
 
 
 def chunk(plan: GpuPlan) -> int:
-    return next((slots for tokens, slots in _CHUNKS.items() if plan.tokens <= tokens), _MOST_COUNTED)
+    """Slots that one program counts and places: few, but so many that all programs run at once."""
+    return min(_MOST_COUNTED, max(_FEWEST_COUNTED, power_of_two(-(-plan.slots // _COUNTING))))
 
 
 def chunks(plan: GpuPlan, slots: int) -> int:
