@@ -191,7 +191,7 @@ def main() -> None:
     use_host_threads(threads)
     library = native.library()
     assert library is not None, native.state().why
-    library.place_threads(threads.cpus, threads.spin_us, threads.apart)
+    library.place_threads(threads.cpus, threads.spin_us)
     wanted = [cell for cell in planned(arguments) if cell.kind in arguments.kinds]
     start = time.monotonic()
     failed = compile_first(launched(wanted)) if arguments.device == "cuda" else {}
@@ -199,7 +199,6 @@ def main() -> None:
     run = Run(arguments, threads)
     machine: dict[str, Any] = gpu_machine() if arguments.device == "cuda" else {}
     machine |= {"cpu": describe()["cpu"], "threads": threads.count, "cpus": threads.cpus, "level": library.best}
-    machine |= {"apart": threads.apart}
     machine |= {"read_gbs": [rounded(read_rate(threads.count))], "wire_gbs": rounded(run.wire_gbs)}
     record = {
         **origin("hybrid.py"), "machine": machine, "kt-kernel": package_version("kt-kernel"), "note": arguments.note,

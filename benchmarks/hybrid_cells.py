@@ -202,7 +202,7 @@ def threads(experts: Experts, share: int, tokens: int, usual: HostThreads) -> Me
     for count, spin_us in product((usual.count, max(1, usual.count - 1)), SPINS_US):
         chosen = replace(usual, count=count, spin_us=spin_us)
         use_host_threads(chosen)
-        layer.host_experts.executor.native.place_threads(chosen.cpus, chosen.spin_us, chosen.apart)
+        layer.host_experts.executor.native.place_threads(chosen.cpus, chosen.spin_us)
         row[f"split_{count}_{spin_us}_us"] = replayed(whole(layer), given)()
         row[f"cpu_{count}_{spin_us}_us"] = on_cpu(layer, given)()
     use_host_threads(usual)

@@ -47,7 +47,7 @@ def _work(
     use_host_threads(threads)
     library = native.library()
     assert library is not None
-    library.place_threads(threads.cpus, threads.spin_us, threads.apart)
+    library.place_threads(threads.cpus, threads.spin_us)
     torch.set_num_threads(threads.count)
     peers_kt.MOST_TOKENS = max(tokens)
     experts = Experts(*layer)

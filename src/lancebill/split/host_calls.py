@@ -151,7 +151,7 @@ class HostCalls:
     def _threads(self, host: CpuExecutor) -> HostThreads:
         if self._placed != host_threads():
             self._placed = host_threads()
-            host.native.place_threads(self._placed.cpus, self._placed.spin_us, self._placed.apart)
+            host.native.place_threads(self._placed.cpus, self._placed.spin_us)
         return self._placed
 
 

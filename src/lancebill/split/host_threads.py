@@ -3,10 +3,9 @@
 By default one thread for each physical core of one socket but two: a second thread of a core reads memory no faster,
 and memory of another socket is slower. Two cores stay free because the thread that launches kernels or waits for the
 GPU spins, too, and the system needs one: with 15 threads on an H200's host of 16 cores the CPU's part of a split layer
-took 5 to 20 % longer than alone, unless the waiting thread slept; with 14 it took as long, and with each of them on a
-core of its own it was up to 20 % faster again: the system sometimes puts two on one core. Several processes would
-choose the same cores, so that is done only where the number of threads is neither given nor limited. Threads that spin
-for 2 ms instead of 0.2 made it 10 to 90 % slower.
+took 5 to 20 % longer than alone, unless the waiting thread slept; with 14 it took as long. Threads that spin for 2 ms
+instead of 0.2 made it 10 to 90 % slower. Threads stay on the socket, but the system chooses the core: with each on one
+of its own, other threads may land on it, and the CPU's part took up to a third longer.
 """
 
 from __future__ import annotations
@@ -26,15 +25,11 @@ _FREE, _MANY = 2, 8  # cores that stay free, if there are more than so many; els
 
 @dataclass(frozen=True)
 class HostThreads:
-    """The number of threads, the CPUs they may run on (none: all), and how long they spin before they sleep.
-
-    `apart`: each has a CPU of its own.
-    """
+    """The number of threads, the CPUs they may run on (none: all), and how long they spin before they sleep."""
 
     count: int
     cpus: tuple[int, ...] = ()
     spin_us: int = SPIN_US
-    apart: bool = False
 
     @classmethod
     def choose(cls, count: int | None = None) -> HostThreads:
@@ -42,11 +37,9 @@ class HostThreads:
         if count is not None and count < 1:
             raise SpecError("the CPU's part needs a thread", where="cpu_threads", got=count)
         cpus = physical_cores(TOPOLOGY, _allowed())
-        if count is not None:
-            return cls(count, cpus if count <= len(cpus) else ())
         most = min(len(cpus), allowed_by_quota(QUOTA) or len(cpus))
-        chosen = max(1, most - (_FREE if most > _MANY else 1))
-        return cls(chosen, cpus, apart=most == len(cpus) > _MANY)
+        chosen = max(1, most - (_FREE if most > _MANY else 1)) if count is None else count
+        return cls(chosen, cpus if chosen <= len(cpus) else ())
 
 
 def physical_cores(topology: Path, allowed: Collection[int]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from lancebill.moe.problem import Problem
 from lancebill.split.repack import repack, rows_of
 from lancebill.split.run_part import run_part
 
-WAVE_BYTES = 192 << 20  # of experts that are copied, packed and computed together; the host queues a wave in 1 ms
+WAVE_BYTES = 96 << 20  # of experts that are copied, packed and computed together
 BUFFERS = 2  # waves of copied bytes: one is packed while the other is filled
 
 
@@ -108,20 +108,11 @@ def count_tokens(ids: Tensor, expert_map: Tensor, experts: int) -> dict[int, flo
 
 
 def waves_of(slots: Sequence[int], each: int) -> list[Sequence[int]]:
-    """The experts that are copied, packed and computed together: at most half of those that are left.
+    """The experts that are copied, packed and computed together.
 
-    When the last copy has ended, only the experts of a small wave are still to be computed: about a quarter of `each`.
+    Last waves that become smaller and smaller were slower on an H200, and so were larger waves: see docs/hybrid.md.
     """
-    waves, first, least = [], 0, smallest_wave(each)
-    while left := len(slots) - first:
-        count = min(each, left if 2 * left <= 3 * least else max(least, -(-left // 2)))
-        waves.append(slots[first : first + count])
-        first += count
-    return waves
-
-
-def smallest_wave(each: int) -> int:
-    return max(1, each // 4)
+    return [slots[first : first + each] for first in range(0, len(slots), each)]
 
 
 def copy_first(stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]]) -> None:

@@ -56,7 +56,7 @@ class Rates:
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
-BOTH_WORTH = 0.93  # of the better of both ways alone: estimates may be wrong, and it must not become slower
+BOTH_WORTH = 0.85  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
 
@@ -125,7 +125,7 @@ class _Batch:
         compute_us = rates.wave_us + self.tokens * rates.token_us
         pack_us = size.bytes / rates.pack_gbs / 1e3
         each = max(size.bytes / rates.copy_gbs / 1e3, pack_us + compute_us / rates.wave_experts)
-        last = pack_us * max(1, rates.wave_experts // 4) + compute_us  # a small wave, when all copies have ended
+        last = pack_us * rates.wave_experts + compute_us  # the last wave is computed when all copies have ended
         # Rows come back over the same wire as the copies, so they delay both ways.
         rows_us = self.rows(number) * size.row_bytes / rates.copy_gbs / 1e3
         return rates.wait_us + (len(self.counts) - number) * each + last + rows_us

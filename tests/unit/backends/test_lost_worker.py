@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,30 +89,6 @@ def test_a_call_that_a_gpu_asks_for_is_answered_all_the_same(host: HostExperts) 
     ask()
     call.check()
     assert torch.equal(call.out, want)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_workers_have_a_cpu_each_if_they_shall_be_apart(host: HostExperts) -> None:
-    """Which CPUs the threads of this process may run on. Other teams than that of this call may have threads, too."""
-    call, want = _call(host)
-    cpus = sorted(os.sched_getaffinity(0))
-
-    def allowed() -> list[set[int]]:
-        return [os.sched_getaffinity(int(thread.name)) for thread in Path("/proc/self/task").iterdir()]
-
-    def call_until(reached: Callable[[], bool]) -> bool:
-        end = time.monotonic() + PATIENCE_S
-        while not reached() and time.monotonic() < end:
-            call.run()
-        return reached()
-
-    try:
-        call.native.place_threads(cpus[:2], -1, apart=True)
-        assert call_until(lambda: all({cpu} in allowed() for cpu in cpus[:2]))
-        assert torch.equal(call.out, want)
-    finally:
-        call.native.place_threads((), -1)
-    assert call_until(lambda: len(cpus) == 1 or {cpus[0]} not in allowed())
 
 
 def test_calls_are_timed(host: HostExperts) -> None:

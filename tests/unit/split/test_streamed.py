@@ -94,16 +94,6 @@ def test_copied_experts_give_what_the_cpu_gives(
     assert torch.allclose(total, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
-def test_the_last_waves_are_small() -> None:
-    for count in (0, 1, 2, 5, 37, 64):
-        waves = waves_of(range(count), 20)
-        sizes = [len(wave) for wave in waves]
-        assert [slot for wave in waves for slot in wave] == list(range(count))
-        assert sizes == sorted(sizes, reverse=True) and max(sizes, default=0) <= 20 and max(sizes[-1:], default=0) <= 7
-    assert sizes == [20, 20, 12, 6, 6], "one more than of 20 each"
-    assert [len(wave) for wave in waves_of(range(4), 1)] == [1, 1, 1, 1]
-
-
 class InstantQueue:
     """Makes each step at once."""
 

@@ -78,12 +78,9 @@ class Library:
         text: bytes = self.calls.lancebill_status_text(status)
         raise LaunchError(f"CPU kernel call failed: {text.decode()}")
 
-    def place_threads(self, cpus: Sequence[int], spin_us: int, apart: bool = False) -> None:
-        """Run worker threads on any of these CPUs (none: of all), or each on one of its own.
-
-        Without a task they spin this long, then sleep.
-        """
-        self.calls.lancebill_place_threads((c_int32 * len(cpus))(*cpus), len(cpus), spin_us, apart)
+    def place_threads(self, cpus: Sequence[int], spin_us: int) -> None:
+        """Run worker threads on any of these CPUs (none: of all); without a task they spin this long, then sleep."""
+        self.calls.lancebill_place_threads((c_int32 * len(cpus))(*cpus), len(cpus), spin_us)
 
     def watch(self, mailbox: int) -> None:
         """Let a thread of the library serve the mailbox at this address from now on."""
@@ -154,7 +151,7 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_stream.restype = c_uint64
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]
-    calls.lancebill_place_threads.argtypes = [c_void_p, c_int32, c_int32, c_int32]
+    calls.lancebill_place_threads.argtypes = [c_void_p, c_int32, c_int32]
     calls.lancebill_watch.argtypes = [c_void_p]
     calls.lancebill_unwatch.argtypes = [c_void_p]
     calls.lancebill_unwatch.restype = None

@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 9
+#define LANCEBILL_ABI 8
 
 #ifdef __cplusplus
 extern "C" {
@@ -300,10 +300,9 @@ uint32_t lancebill_levels(void);                   /* bit i: level i is built an
 const char *lancebill_level_name(int32_t level);   /* such as "avx512"; NULL for an unknown level */
 const char *lancebill_status_text(int32_t status); /* one sentence */
 
-/* From now on workers run on any of these CPUs (count 0: of all), or, if `apart`, each on one of its own, as far as there
- * are enough. Threads without a task spin this many microseconds before they sleep (negative: the default). A caller
- * stays where it is. */
-void lancebill_place_threads(const int32_t *cpus, int32_t count, int32_t spin_us, int32_t apart);
+/* From now on workers run on any of these CPUs (count 0: of all), and threads without a task spin this many microseconds
+ * before they sleep (negative: the default). A caller stays where it is. */
+void lancebill_place_threads(const int32_t *cpus, int32_t count, int32_t spin_us);
 
 /* For tests: the next worker that takes a task ends, as if it were killed. */
 void lancebill_end_worker(void);

@@ -40,7 +40,6 @@ constexpr long kLookForLostTasks = 100'000'000;  // nanoseconds that a caller sl
 struct Setting {
   int32_t spin_us = kSpinMicroseconds;
   std::vector<int32_t> cpus;  // workers run on any of these; empty: on any of the machine
-  bool apart = false;         // each worker has one of them, as far as there are enough
 };
 
 std::atomic<const Setting*> setting{new Setting};
@@ -79,18 +78,15 @@ bool spin(const Condition& is_over) {
   }
 }
 
-void move_worker(const Setting& to, size_t worker) {
+void move_thread(const Setting& to) {
 #ifdef __linux__
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  const bool alone = to.apart && worker < to.cpus.size();
-  for (const int32_t cpu : to.cpus) {
-    if (!alone || cpu == to.cpus[worker]) CPU_SET(cpu, &allowed);
-  }
+  for (const int32_t cpu : to.cpus) CPU_SET(cpu, &allowed);
   for (int cpu = 0; to.cpus.empty() && cpu < CPU_SETSIZE; cpu++) CPU_SET(cpu, &allowed);
   pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);  // it runs elsewhere if the system refuses
 #else
-  (void)to, (void)worker;
+  (void)to;
 #endif
 }
 
@@ -179,7 +175,7 @@ class Team {
     const Setting* followed = nullptr;
     for (uint32_t round = 0;;) {
       const Setting* now = setting.load();
-      if (now != followed && (followed != nullptr || !now->cpus.empty())) move_worker(*now, thread - 1);
+      if (now != followed && (followed != nullptr || !now->cpus.empty())) move_thread(*now);
       followed = now;
       const auto is_new = [&] { return round_.load(std::memory_order_acquire) != round; };
       while (!spin(is_new)) {
@@ -305,9 +301,8 @@ int32_t take_loop_status() {
 
 void lancebill_end_worker(void) { lancebill::a_worker_shall_end.store(true); }
 
-void lancebill_place_threads(const int32_t* cpus, int32_t count, int32_t spin_us, int32_t apart) {
+void lancebill_place_threads(const int32_t* cpus, int32_t count, int32_t spin_us) {
   auto* placed = new lancebill::Setting;
-  placed->apart = apart != 0;
   if (spin_us >= 0) placed->spin_us = spin_us;
   for (int32_t i = 0; i < count; i++) {
     if (cpus[i] >= 0 && cpus[i] < lancebill::kMostCpus) placed->cpus.push_back(cpus[i]);
