@@ -113,7 +113,11 @@ class Machine:
 
     def run(self, tokens: int) -> None:
         for step in steps(self.plan):
-            gemms = {"grouped_gemm": self._grouped_gemm, "decode_gemm": self._decode_gemm}
+            gemms = {
+                "grouped_gemm": self._grouped_gemm,
+                "decode_gemm": self._decode_gemm,
+                "few_rows_gemm": self._few_rows_gemm,
+            }
             gemms.get(step.source.kernel, self._dispatch)(step, tokens)
 
     def tensor(self, ref: Ref) -> Tensor:
@@ -143,8 +147,8 @@ class Machine:
         if quantised:
             projected = projected * scales.unsqueeze(1)
         projected = projected + bias
-        constants = dict(step.source.constants)
-        return projected if constants["KIND"] in ("rows", "kept") else self.plan.problem.activation(projected)
+        kind = dict(step.source.constants).get("KIND", "kept")
+        return projected if kind in ("rows", "kept") else self.plan.problem.activation(projected)
 
     def _grouped_gemm(self, step: Step, tokens: int) -> None:
         values, kind = step.values, dict(step.source.constants)["KIND"]
@@ -178,6 +182,11 @@ class Machine:
             whole = F.pad(x.float() / scales.unsqueeze(1), (0, -x.shape[1] % 128)).to(torch.float8_e4m3fn).float()
             x = whole.view(tokens, -1, 4, 8, 4).transpose(2, 3).reshape(tokens, -1)
         out.copy_(self._gemm(step, "w13", 0, x, scales))
+
+    def _few_rows_gemm(self, step: Step, tokens: int) -> None:
+        refs = {name: value for name, value in step.values.items() if isinstance(value, Ref)}
+        x, out = self.tensor(refs["x_desc"]).view(-1, refs["x_desc"].mapped), self.tensor(refs["out"]).view(tokens, -1)
+        out.copy_(self._gemm(step, "w13", 0, x[:tokens], torch.ones(tokens)))
 
 
 def layer(spec: str, activations: str, **options: object) -> Problem:
