@@ -178,7 +178,6 @@ class WorkStruct(Structure):
         ("threads", c_int32),
         ("level", c_int32),
         ("tile_rows", c_int32),
-        ("tasks", c_int32),
         ("scratch", c_void_p),
     ]
 

@@ -153,7 +153,6 @@ typedef struct lancebill_work {
   int32_t threads;               /* >= 1 */
   int32_t level;                 /* enum lancebill_level; negative: the best of this machine */
   int32_t tile_rows;             /* use AMX tiles from this many rows per expert; 0: the default; negative: never */
-  int32_t tasks;                 /* of a loop, for each thread; 0: the default */
   void *scratch;                 /* 64-byte aligned, lancebill_scratch_bytes long; NULL: allocated in the call */
 } lancebill_work;
 

@@ -225,15 +225,11 @@ inline int64_t blocks_per_task(const Call& call, const Packed& p, int64_t target
   return call.work->threads == 1 ? p.blocks : round_up(max_of<int64_t>(target, 1), kBlocks);
 }
 
-inline int64_t tasks_per_thread(const Call& call) {
-  return call.work->tasks > 0 ? call.work->tasks : kTasksPerThread;
-}
-
 // The gate-up GEMM (or up alone) and the activation. A task is a range of row blocks of one expert.
 template <class V>
 void run_first_gemm(const Call& call) {
   const Packed& p = call.first;
-  const int64_t target_tasks = tasks_per_thread(call) * call.work->threads;
+  const int64_t target_tasks = int64_t{kTasksPerThread} * call.work->threads;
   const int64_t task_blocks = blocks_per_task(call, p, call.actives * p.blocks / target_tasks);
   const int64_t expert_tasks = (p.blocks + task_blocks - 1) / task_blocks, tasks = call.actives * expert_tasks;
   const auto start = [&](int64_t task) {
@@ -253,7 +249,7 @@ template <class V>
 void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
-  const int64_t tasks = call.summed_rows > kManyRows ? kTasksOfManyRows : tasks_per_thread(call);
+  const int64_t tasks = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread;
   const int64_t task_blocks = blocks_per_task(call, p, p.blocks / (tasks * work.threads)), logical = p.matrix->rows;
   parallel(work.threads, (p.blocks + task_blocks - 1) / task_blocks, [&](int64_t task, int thread) {
     const int64_t low = task * task_blocks, high = min_of(low + task_blocks, int64_t{p.blocks});
