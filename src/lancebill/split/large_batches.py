@@ -101,6 +101,8 @@ class LargeBatches:
                 total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
         finally:
             side.join()
+        if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            x = x.clone()  # the result may be written over it before it is read again
         out.copy_(_together(total, sums, rows))
         if flags and bool(any_set(flags)):
             with repeating():

@@ -187,9 +187,11 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("in_place", [False, True])
 def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the result replaces the rows, which are read twice then."""
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
     lane, pack, wrong = OrderedLane(), Stage.pack, [True]
     without_gpu(monkeypatch, lane, Rates(10.0, 1e-3, 1e9, 1e9))
@@ -207,8 +209,9 @@ def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
     x, ids, weights = make_inputs(9)
     given, large, found = Indexed(ids, weights, layer.expert_map), executor.large_batches, []
     for wrong[0] in (True, False):
-        ways = large.choose(given, layer.host_experts.expert_map)
-        found.append(large.run(x, given, layer.host_experts.expert_map, ways, torch.empty_like(x)))
+        ways, copy = large.choose(given, layer.host_experts.expert_map), x.clone()
+        out = copy if in_place else torch.empty_like(x)
+        found.append(large.run(copy, given, layer.host_experts.expert_map, ways, out))
     assert torch.equal(*found) and lane.copied % 3 == 0, "twice, then once"
 
 
