@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -98,7 +99,8 @@ struct alignas(64) Worker {
   bool lives() const {
 #ifdef __linux__
     const long known = id.load();
-    return known == 0 || syscall(SYS_tgkill, getpid(), known, 0) == 0;
+    // Only if there is no such thread: a sandbox may refuse to ask.
+    return known == 0 || syscall(SYS_tgkill, getpid(), known, 0) == 0 || errno != ESRCH;
 #else
     return true;
 #endif
