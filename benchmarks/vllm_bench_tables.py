@@ -67,7 +67,7 @@ def _is_ours(server: Server) -> bool:
 def _columns(file: ResultFile, servers: list[Server]) -> Columns:
     """The cases for which ours and a peer have a figure."""
     found: Columns = {}
-    for case in (held["case"] for held in servers[0]["cases"]):
+    for case in (held["case"] for server in servers for held in server["cases"]):
         measured = [server for server in servers if _held(server, case).get("tokens_per_s")]
         if len({_is_ours(server) for server in measured}) == 2:
             found[tuple(case.values())] = Column(file, case, measured)

@@ -1,4 +1,4 @@
-"""CUDA graphs of several launches, made with the driver API.
+"""CUDA graphs of one or more launches, made with the driver API.
 
 One launch costs the host a few microseconds, a graph of a dozen launches hardly more. The driver copies the arguments
 when it instantiates the graph; a node whose arguments changed has to be updated before the next graph launch.
