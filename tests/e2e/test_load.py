@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
 import socket
@@ -104,6 +105,26 @@ def test_ctrl_c_while_requests_are_open() -> None:
         finally:
             process.kill()
         assert process.stderr is not None and process.stderr.read().strip() == "stopped"
+
+
+def test_ctrl_c_just_before_a_wait_is_not_lost() -> None:
+    """`interrupt_main` does not end a wait of the main thread, as a signal that comes just before it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url, connections = f"http://127.0.0.1:{silent.getsockname()[1]}/v1", []
+
+        def answer_and_interrupt() -> None:
+            _list_and_hang(silent, connections)
+            time.sleep(0.3)  # until the main thread waits
+            _thread.interrupt_main()
+
+        threading.Thread(target=answer_and_interrupt, daemon=True).start()
+        before, start = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run_load(url, Load(4, 4, 1, 1), timeout=10.0)
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - start < 5.0, "it must not wait until the request fails"
 
 
 def _reset_sigint() -> None:

@@ -16,6 +16,7 @@ from lancebill.errors import LaunchError, SpecError
 
 WORDS = "time way year work day part place case week point group number night home water room area money story fact"
 PERCENTILES = (50, 90, 99)
+LOOK_SECONDS = 0.2  # a signal that comes just before a wait does not end it: Ctrl-C is noticed this much later at most
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def run_load(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
     return summarize_requests(model, requests, time.perf_counter() - start)
 
 
