@@ -23,13 +23,8 @@ from lancebill.backends.gpu.kernels.gluon_names import barrier, copy_tile
 from lancebill.backends.gpu.kernels.stage import stage_scale_words
 from lancebill.backends.hopper.kernels.decode_row import quantise_part, row_buffer_shape, row_scale
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
-from lancebill.backends.hopper.kernels.mainloop import (
-    accumulator_layout,
-    copy_weights,
-    scale_copies,
-    tile_gemm,
-)
-from lancebill.backends.hopper.kernels.pipeline import Ring, pipeline_config
+from lancebill.backends.hopper.kernels.mainloop import accumulator_layout, allocate_ring, copy_weights, tile_gemm
+from lancebill.backends.hopper.kernels.pipeline import pipeline_config
 
 
 @gluon.jit
@@ -173,22 +168,8 @@ def decode_gemm(
         xb = gl.allocate_shared_memory(gl.float8e4nv, row_buffer_shape(ROW_SLICES), ROW_LAYOUT)
     else:
         xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
-    wb = gl.allocate_shared_memory(
-        gl.int32, [STAGES * dequant.code_copies(form)] + w_desc.block_type.shape, w_desc.layout
-    )
-    if dequant.scale_words(form) > 0:
-        sb = gl.allocate_shared_memory(
-            gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
-        )
-    else:
-        sb = wb
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(full.index(i), count=1)
-    ring = Ring(xb, wb, sb, empty, full)
     config: gl.constexpr = pipeline_config(form, T, STAGES, SLICES, 1, PROMOTE, ROW_SLICES)
+    ring = allocate_ring(xb, w_desc, s_desc, config)
     epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED)
     ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
     weights = (weights, weight_kind, weight_row, weight_column)

@@ -17,8 +17,8 @@ from lancebill.backends.gpu.kernels.decode_finish import load_factors
 from lancebill.backends.gpu.kernels.dequant import form_of
 from lancebill.backends.gpu.kernels.gluon_names import barrier, copy_tile
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, stage_bytes, wait_for_predecessor
-from lancebill.backends.hopper.kernels.mainloop import accumulator_layout, copy_weights, scale_copies, tile_gemm
-from lancebill.backends.hopper.kernels.pipeline import Ring, pipeline_config
+from lancebill.backends.hopper.kernels.mainloop import accumulator_layout, allocate_ring, copy_weights, tile_gemm
+from lancebill.backends.hopper.kernels.pipeline import pipeline_config
 
 
 @gluon.jit
@@ -135,22 +135,8 @@ def few_rows_gemm(
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     T: gl.constexpr = x_desc.block_type.shape[0]
     xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
-    wb = gl.allocate_shared_memory(
-        gl.int32, [STAGES * dequant.code_copies(form)] + w_desc.block_type.shape, w_desc.layout
-    )
-    if dequant.scale_words(form) > 0:
-        sb = gl.allocate_shared_memory(
-            gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
-        )
-    else:
-        sb = wb
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(full.index(i), count=1)
-    ring = Ring(xb, wb, sb, empty, full)
     config: gl.constexpr = pipeline_config(form, T, STAGES, SLICES, 1, PROMOTE, 0, T, T)
+    ring = allocate_ring(xb, w_desc, s_desc, config)
     gl.warp_specialize([
         (multiply_chunk, (out, parts, counters, factors, bias, ring, rows, units, slices, columns, each, config,
                           PIECES, BIAS, DEPEND)),

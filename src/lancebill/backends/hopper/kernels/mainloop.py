@@ -11,6 +11,7 @@ from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_
 from lancebill.backends.gpu.kernels.gluon_names import LARGER_VIEWS, copy_tile, view
 from lancebill.backends.gpu.kernels.stage import scale_block_of, stage_blocks, stages_per_block
 from lancebill.backends.gpu.kernels.weight_form import BOX
+from lancebill.backends.hopper.kernels.pipeline import Ring
 
 
 @gluon.constexpr_function
@@ -23,6 +24,28 @@ def scale_box(form, SLICES):
 def scale_copies(form, SLICES):
     """Copies needed for a stage's scales."""
     return -(-form.stage_scale_words(SLICES) // BOX)
+
+
+@gluon.jit
+def allocate_ring(x, w_desc, s_desc, config: gl.constexpr):
+    """A ring of stages with these token rows and one unit of weights each, and with its barriers ready."""
+    form: gl.constexpr = config.form
+    STAGES: gl.constexpr = config.stages
+    codes = gl.allocate_shared_memory(
+        gl.int32, [STAGES * dequant.code_copies(form)] + w_desc.block_type.shape, w_desc.layout
+    )
+    if dequant.scale_words(form) > 0:
+        scales = gl.allocate_shared_memory(
+            gl.int32, [STAGES * scale_copies(form, config.slices)] + s_desc.block_type.shape, s_desc.layout
+        )
+    else:
+        scales = codes
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    return Ring(x, codes, scales, empty, full)
 
 
 @gluon.jit
