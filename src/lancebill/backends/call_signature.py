@@ -96,5 +96,10 @@ def same_metadata(*tensors: Tensor) -> Callable[..., bool]:
     return check
 
 
+def is_plain(x: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether x is contiguous, has this shape and dtype, is there, and asks for no gradient."""
+    return x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous() and not x.requires_grad
+
+
 def _never(*tensors: Tensor) -> bool:
     return False

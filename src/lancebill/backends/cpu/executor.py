@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Executor, FastCall, LinearCall, Plan, TensorTable
-from lancebill.backends.call_signature import CallSignature
+from lancebill.backends.call_signature import CallSignature, is_plain
 from lancebill.backends.cpu import call
 from lancebill.backends.cpu.call import FLOAT, LayerStructs
 from lancebill.backends.cpu.host_call import Allocate, HostCall, HostShape
@@ -135,8 +135,7 @@ def _linear_call(
     scratch: dict[int, int] = {}  # bytes, by number of threads
 
     def linear_call(x: Tensor) -> Tensor | None:
-        fits = x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous()
-        if not fits or x.requires_grad or tensors.addresses() != addresses:
+        if not is_plain(x, shape, dtype, device) or tensors.addresses() != addresses:
             return None
         out = torch.empty(result, dtype=dtype, device=device)
         work = abi.WorkStruct.from_buffer_copy(template)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import LinearCall, TensorTable
-from lancebill.backends.call_signature import same_metadata
+from lancebill.backends.call_signature import is_plain, same_metadata
 from lancebill.backends.gpu.program import ALIGNMENT, Program
 
 try:
@@ -27,7 +27,8 @@ def linear_call(program: Program, tensors: TensorTable, x: Tensor) -> LinearCall
     now = torch._C
 
     def linear_call(x: Tensor) -> Tensor | None:
-        if not like(x) and not _fits(x, shape, dtype, on):
+        # In full where the guards give up: another kind of tensor, or other strides of sides of 1.
+        if not like(x) and not is_plain(x, shape, dtype, on):
             return None
         at = x.data_ptr()
         if at % ALIGNMENT or tensors.addresses() != addresses:
@@ -41,11 +42,6 @@ def linear_call(program: Program, tensors: TensorTable, x: Tensor) -> LinearCall
         return out
 
     return linear_call
-
-
-def _fits(x: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """The same in full, where the guards give up: of another kind of tensor, or with other strides of sides of 1."""
-    return x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous() and not x.requires_grad
 
 
 def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
