@@ -7,9 +7,10 @@ from typing import Any
 
 from result_files import ResultFile, links, markdown_table, result_files
 from vllm_answers import compared
-from vllm_tables import TITLES
+from vllm_tables import BUSY, TITLES
 
 NOTHING = "Nothing has been measured yet.\n"
+EXPERTS_NOTE = "; experts: µs during which their kernels run in a step of one sequence, by vLLM's profiler"
 Server = dict[str, Any]
 
 
@@ -41,18 +42,38 @@ class Column:
         return f"{rates[backend]:,.0f}{ratio}"
 
 
+@dataclass(frozen=True)
+class Profiled:
+    """GPU time of the experts in a step of one sequence: the servers of one run that have it."""
+
+    file: ResultFile
+    servers: list[Server]
+
+    def cell(self, backend: str) -> str:
+        times = {server["backend"]: float(server["kernels_of_one_sequence"][BUSY]) for server in self.servers}
+        if backend not in times:
+            return ""
+        best = min(times[server["backend"]] for server in self.servers if not _is_ours(server))
+        ratio = f" ({times[backend] / best:.2f}x)" if backend.startswith("ours") else ""
+        return f"{times[backend]:,.0f}{ratio}"
+
+
 Columns = dict[tuple[int, ...], Column]
 
 
 def vllm_bench_serve() -> str:
     """A table for each model and kind of activations: of each case the newest run that has ours and a peer."""
     tables: dict[tuple[str, str], Columns] = {}
+    profiled: dict[tuple[str, str], Profiled] = {}
     for file in result_files("vllm-bench-serve"):
         servers = [server for server in file.record["servers"] if server.get("cases")]
         for key in dict.fromkeys(_kind(file, server) for server in servers):
             held = [server for server in servers if _kind(file, server) == key]
             tables.setdefault(key, {}).update(_columns(file, held))
-    blocks = [_load_table(*key, columns) for key, columns in sorted(tables.items()) if columns]
+            measured = [server for server in held if server.get("kernels_of_one_sequence")]
+            if len({_is_ours(server) for server in measured}) == 2:
+                profiled[key] = Profiled(file, measured)
+    blocks = [_load_table(*key, columns, profiled.get(key)) for key, columns in sorted(tables.items()) if columns]
     return "\n".join(blocks) or NOTHING
 
 
@@ -74,23 +95,26 @@ def _columns(file: ResultFile, servers: list[Server]) -> Columns:
     return found
 
 
-def _load_table(model: str, activations: str, columns: Columns) -> str:
+def _load_table(model: str, activations: str, columns: Columns, profiled: Profiled | None) -> str:
     chosen = [columns[key] for key in sorted(columns, key=lambda key: (key[3] > 1, key[1], key[3]))]
     servers = {server["backend"]: server for column in chosen for server in column.servers}
+    last = [profiled] if profiled is not None else []
     rows = [
-        (_backend_name(server), *(column.cell(backend) for column in chosen))
+        (_backend_name(server), *(column.cell(backend) for column in (*chosen, *last)))
         for backend, server in sorted(servers.items(), key=lambda item: (_is_ours(item[1]), item[0]))
     ]
-    rows.append(("trials differ by up to", *(column.spread for column in chosen)))
+    rows.append(("trials differ by up to", *(column.spread for column in chosen), *("" for _ in last)))
     record = chosen[-1].file.record
     trials = [column.trials for column in chosen]
     note = (
         f"{TITLES.get(model, model)}, MXFP4 x {activations}: tokens per second by `vllm bench serve`, of prompts where "
         f"one token is asked for, else of answers; median of {_range(trials)} trials, servers in turns (ours over the "
         f"best peer of the same run). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in "
-        f"parts of {record['stream_interval']} tokens; {links(*dict.fromkeys(column.file.name for column in chosen))}"
+        f"parts of {record['stream_interval']} tokens{EXPERTS_NOTE if last else ''}; "
+        f"{links(*dict.fromkeys(column.file.name for column in (*chosen, *last)))}"
     )
-    return markdown_table(("", *(_case_name(column.case) for column in chosen)), rows, note)
+    head = [*(_case_name(column.case) for column in chosen), *("experts" for _ in last)]
+    return markdown_table(("", *head), rows, note)
 
 
 def _range(counts: list[int]) -> str:

@@ -6,12 +6,13 @@ import os
 import resource
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_kernels import Kernel, time_of_experts
 from vllm_models import CHECKPOINTS, experts_of, fill_parameter
 
 from lancebill.jit.cache import Cache
@@ -247,34 +248,19 @@ class Meter:
         return {"steps": steps} | {name: list(values) for name, values in zip(names, zip(*readings), strict=True)}
 
     def kernels(self, words: Sequence[str], new: int = 32) -> dict[str, Any]:
-        """GPU time of a step with one sequence, by kernel; the experts' are those with one of `words` in their name.
-
-        Overlapping kernels count in full, except in `experts_busy_us_per_step`.
-        """
+        """GPU time of a step with one sequence; the experts' kernels have one of `words` in their name."""
         from torch.profiler import ProfilerActivity, profile
 
         prompt = self.prompts(1, 1)
         self.run(prompt, new)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self.run(prompt, new)
-        spent: dict[str, float] = {}
-        intervals: list[tuple[float, float]] = []  # of the experts' kernels
-        for event in trace.profiler.kineto_results.events():
-            if "CUDA" not in str(event.device_type()):
-                continue
-            name, start, us = event.name(), event.start_ns() / 1e3, event.duration_ns() / 1e3
-            spent[name] = spent.get(name, 0.0) + us / new
-            if any(word in name.lower() for word in words):
-                intervals.append((start, start + us))
-        experts = {name: us for name, us in spent.items() if any(word in name.lower() for word in words)}
-        most = sorted(spent, key=spent.__getitem__, reverse=True)[:40]
-        return {
-            "us_per_step": round(sum(spent.values()), 2),
-            "experts_us_per_step": round(sum(experts.values()), 2),
-            "experts_busy_us_per_step": round(_covered(intervals) / new, 2),
-            "experts": {name[:120]: round(us, 2) for name, us in sorted(experts.items(), key=lambda one: -one[1])},
-            "all": {name[:120]: round(spent[name], 2) for name in most},
-        }
+        launched = [
+            Kernel(event.name(), event.start_ns() / 1e3, event.duration_ns() / 1e3)
+            for event in trace.profiler.kineto_results.events()
+            if "CUDA" in str(event.device_type())
+        ]
+        return time_of_experts(launched, words, new)
 
 
 def _memory_in_use() -> tuple[int, int]:
@@ -282,15 +268,6 @@ def _memory_in_use() -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return total - free, pages * resource.getpagesize()
-
-
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The time that at least one interval covers. A kernel that waits for its predecessor overlaps with it."""
-    covered, reached = 0.0, 0.0
-    for start, end in sorted(intervals):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered
 
 
 def _given(prompt: dict[str, list[int]], made: Any) -> list[float]:

@@ -16,6 +16,8 @@ TITLES = {
     "gpt-oss-120b": "gpt-oss-120b, 6 layers",
     "gpt-oss-1-layer": "gpt-oss-120b, 1 layer",
     "qwen3-30b": "Qwen3-30B-A3B, 48 layers",
+    "qwen3-30b-6-layers": "Qwen3-30B-A3B, 6 layers",
+    "qwen3-30b-1-layer": "Qwen3-30B-A3B, 1 layer",
     "deepseek-v4-flash": "DeepSeek-V4-Flash, 6 layers",
 }
 
