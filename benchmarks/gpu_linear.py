@@ -1,9 +1,11 @@
-"""`QuantizedLinear` on a GPU for few rows: time against a kernel that only reads as many bytes, and host time.
+"""`QuantizedLinear` on a GPU for few rows: time against kernels that only read as many bytes, and host time.
 
     python benchmarks/gpu_linear.py [--shapes 4096x4096,...] [--specs mxfp4,...] [--rows 1,2,4,8,16] [--out FILE]
 
-Times are those of a replayed CUDA graph with evicted caches. The read kernel reads the packed weights themselves, in
-turns with the layer: `of_read` is its time over ours. Host times are of eager calls, without waiting for the GPU.
+Times are those of a replayed CUDA graph with evicted caches. A kernel reads as many bytes as the packed matrix has, in
+several ways, all in turns with the layer: `of_read` is the time of the fastest over ours. Host times are of eager
+calls, without waiting for the GPU; `nn_host_us` is that of `nn.Linear` just after, since hosts differ from minute to
+minute.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from machine import gpu_machine, origin, result_path
 
-from lancebill.bench.read_kernel import make_sink, read_words
+from lancebill.bench.read_kernel import fastest_read, reading_calls
 from lancebill.bench.timing import CudaClock, host_time, measure
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.random_weight import random_weight
@@ -51,20 +53,23 @@ def main() -> None:
 
 
 def times(layer: QuantizedLinear, x: torch.Tensor, repeats: int) -> dict[str, Any]:
-    codes = [tensor.view(-1).view(torch.int32) for tensor in layer.packed["w13"].values()]
-    largest = max(codes, key=torch.Tensor.numel)
-    size = sum(tensor.nbytes for tensor in codes)
-    calls = {"layer": [partial(layer, x)], "read": [partial(read_words, largest, make_sink(x.device))]}
-    taken = measure(CudaClock(x.device), calls, repeats)
-    read = taken["read"].median * size / largest.nbytes
+    size = sum(tensor.nbytes for tensor in layer.packed["w13"].values())
+    words = torch.empty(size // 4, dtype=torch.int32, device=x.device).random_()
+    taken = measure(CudaClock(x.device), {"layer": [partial(layer, x)], **reading_calls(words)}, repeats)
+    us, (reader, read) = taken["layer"].median, fastest_read({name: took.median for name, took in taken.items()})
+    dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device=x.device, dtype=x.dtype)
+    with torch.no_grad():
+        host = {name: host_time([partial(call, x)], x.device) for name, call in (("ours", layer), ("nn", dense))}
     return {
         "backend": layer.choice.backend.name,
         "bytes": size,
-        "us": round(taken["layer"].median, 2),
+        "us": round(us, 2),
         "read_us": round(read, 2),
-        "of_read": round(read / taken["layer"].median, 3),
-        "gbs": round(size / taken["layer"].median / 1e3),
-        "host_us": round(host_time([partial(layer, x)], x.device), 2),
+        "reader": reader,
+        "of_read": round(read / us, 3),
+        "gbs": round(size / us / 1e3),
+        "host_us": round(host["ours"], 2),
+        "nn_host_us": round(host["nn"], 2),
         "method": taken["layer"].method,
     }
 

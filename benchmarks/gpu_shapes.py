@@ -10,8 +10,9 @@ Layers are chosen by `--shapes` and `--specs`, or one by one: `--layers "qwen3-3
 A shape is a name or E,H,I,K (separate those by semicolons), as one rank of `:tpN` or `:epN`. Ours is the public layer
 with int64 ids, which with expert parallelism include other ranks'. Humming gets local int32 ids already sorted by
 expert, and its faster GEMM type counts. All replay CUDA graphs for about 40 ms in turns, for several rounds; batches
-rotate so that weights do not stay in the L2. `--beside` adds contestants: `hopper` and `marlin` (from vLLM). Every
-result is first compared with the reference. Each layer may use its part of the time that is left, and measures the
+rotate so that weights do not stay in the L2. `--beside` adds contestants: `hopper` and `marlin` (from vLLM), and up to
+4 tokens `read`: two launches that only read as many bytes (`gpu_read.py`). Every result is first compared with the
+reference. Each layer may use its part of the time that is left, and measures the
 first numbers of tokens first. The file is rewritten after every cell.
 """
 
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 from gpu_cell import AFTER_SORT, against, compile_kernels, floors, reference_rows, relative_error, start_record
+from gpu_read import MOST_READ_TOKENS, READ, LayerReader, take_read
 from machine import clocks, result_path, without_local_paths
 from result_files import geometric_mean
 
@@ -161,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=numbers, default=numbers(TOKENS), help=f"in this order; default: {TOKENS}")
     made.add_argument("--routings", type=words, default=("uniform",), help=f"{', '.join(KINDS)}; default: uniform")
     made.add_argument("--no-peers", action="store_true", help="ours alone")
-    made.add_argument("--beside", type=words, default=(), help="further contestants: hopper, marlin")
+    made.add_argument("--beside", type=words, default=(), help="further contestants: hopper, marlin, read")
     made.add_argument("--rounds", type=int, default=4, help="windows of each contestant")
     made.add_argument("--window-us", type=float, default=WINDOW_US, help="length of a window")
     made.add_argument("--pause-ms", type=float, default=20.0, help="pause before every window, against throttling")
@@ -229,6 +231,7 @@ class Run:
         made = time.perf_counter()
         peers = {} if compiled is None else self._make_peers(layer, weights, compiled, budget)
         beside = self._make_beside(layer, weights)
+        reader = LayerReader(ours.packed, self.device) if READ in self.arguments.beside else None
         print(f"{layer.name}: ours packed in {made - start:.1f} s, peers in {time.perf_counter() - made:.1f} s")
         deadline = budget.deadline()
         for tokens in self.arguments.tokens:
@@ -238,7 +241,7 @@ class Run:
                     self.record["absent"][label] = "out of time"
                     continue
                 try:
-                    cell = self.measure_cell(ours, weights, peers, tokens, routing, label, beside)
+                    cell = self.measure_cell(ours, weights, peers, tokens, routing, label, beside, reader)
                 except Exception:
                     self._failed(label)
                     continue
@@ -265,7 +268,7 @@ class Run:
     def _make_beside(self, layer: Layer, weights: Weights) -> dict[str, Contestant]:
         """The contestants of `--beside` that run here."""
         made: dict[str, Contestant] = {}
-        for name in self.arguments.beside:
+        for name in filter(lambda name: name != READ, self.arguments.beside):
             try:
                 made[name] = (
                     hopper_layer(weights, self.device) if name == HOPPER else PEERS[name](weights.problem, weights)
@@ -283,6 +286,7 @@ class Run:
         routing: str,
         label: str,
         beside: dict[str, Contestant] | None = None,
+        reader: LayerReader | None = None,
     ) -> dict[str, Any]:
         problem = weights.problem
         batches = rotating_batches(problem, tokens, routing, self.device)
@@ -309,13 +313,16 @@ class Run:
         checked = {"worst_row": relative_error(first, reference), "repeatable": torch.equal(first, calls[0]())}
         if checked["worst_row"] > error_bound(problem):
             raise WrongResult("the result differs from the reference", where=label, got=checked["worst_row"])
+        if reader is not None and tokens <= MOST_READ_TOKENS:
+            contestants |= reader.contestants(local)
         times = {name: took.describe() for name, took in self.windows.measure(contestants).items()}
         mine = times.pop("ours")
+        read = take_read(times, mine["us"])
         theirs = {name: took | {"worst_row": worst[name]} for name, took in times.items()}
         floor = floors(self.ceilings, problem, local, mine["us"])
         return {
             "backend": ours.choice.backend.name, "ours": mine | checked, "peers": theirs,
-            "against": against(mine, theirs), **floor, "batches": len(batches), "clocks": clocks(),
+            "against": against(mine, theirs), **floor, **read, "batches": len(batches), "clocks": clocks(),
         }  # fmt: skip
 
     def _failed(self, what: str) -> None:
@@ -382,13 +389,19 @@ def drawn_ids(routing: str, seed: int, tokens: int, experts: int, top_k: int) ->
 
 
 def row_text(row: dict[str, Any]) -> str:
-    ratios = ", ".join(f"{p['variant']} {p['us']:.1f} ({p['ratio']:.2f}x)" for p in row["against"].values())
+    ratios = read_text(row) + ", ".join(
+        f"{p['variant']} {p['us']:.1f} ({p['ratio']:.2f}x)" for p in row["against"].values()
+    )
     ours = row["ours"]
     return (
         f"{row['shape']} {row['weights']}:{row['activations']} {row['routing']} M={row['tokens']}: "
         f"{ours['us']:.1f} us +-{ours['noise']:.1%}, {row['of_floor']:.0%} of floor, {ratios or 'alone'}; "
         f"worst row {ours['worst_row']}, repeatable {ours['repeatable']}, {ours['timed_by']}, {row['clocks']}"
     )
+
+
+def read_text(row: dict[str, Any]) -> str:
+    return f"{row[READ]['of_read']:.0%} of {row[READ]['reader']} ({row[READ]['us']:.1f} us), " if READ in row else ""
 
 
 def table_text(rows: list[dict[str, Any]]) -> str:

@@ -222,9 +222,11 @@ def _linear_table(file: ResultFile) -> str:
         cells.setdefault(f"{row['n']} x {row['k']}, {row['spec']}", {})[row["rows"]] = cell
     counts = sorted({count for by in cells.values() for count in by})
     rows = [(name, *(by.get(count, "") for count in counts)) for name, by in cells.items()]
+    dense = [row["nn_host_us"] for row in file.record["rows"] if "nn_host_us" in row]
+    beside = f"; that of `nn.Linear`: {min(dense):.1f} to {max(dense):.1f} µs" if dense else ""
     note = (
         f"µs of `QuantizedLinear` with so many rows of bf16 on {file.machine_title}: a replayed CUDA graph of one call "
         "with evicted caches (the time of a kernel that only reads as many bytes, as a share of it; host time of an "
-        f"eager call). {links(file.name)}"
+        f"eager call{beside}). {links(file.name)}"
     )
     return markdown_table(("rows", *(str(count) for count in counts)), rows, note)

@@ -13,14 +13,15 @@ REACHABLE = 0.97  # of the floor, in the best cells
 
 
 def gpu_shapes() -> str:
-    """For each machine: mean ratios, what they could be, every layer with uniform routing, then skewed routings."""
+    """For each machine: mean ratios, what they could be, every layer with uniform routing, then skewed routings, then
+    small batches beside reading."""
     pages = []
     for machine in dict.fromkeys(file.machine for file in result_files("gpu-shapes")):
         rows = newest_cells(result_files("gpu-shapes", machine))
         uniform = [row for row in rows if row["routing"] == UNIFORM]
         skewed = [row for row in rows if row["routing"] != UNIFORM]
         tables = [means(uniform), highest_means(uniform), cells(uniform, _UNIFORM_NOTE), cells(skewed, _SKEWED_NOTE)]
-        tables.append(_sources(rows))
+        tables += [beside_reading(result_files("gpu-shapes", machine)), _sources(rows)]
         pages.append("\n".join(table for table in tables if table))
     return "\n".join(pages)
 
@@ -39,6 +40,13 @@ _SKEWED_NOTE = (
     "The same with skewed routing. eight-busy: eight experts share all tokens; half-empty: half of the experts do; "
     "zipf: the r-th most popular expert is 1/r as likely as the first; half-to-one: every second token goes to one "
     "expert."
+)
+
+
+_READ_NOTE = (
+    "µs of a whole layer with uniform routing; in brackets, the fastest of several ways only to read the bytes of the "
+    "activated experts, in two launches of which the second waits for the first, as a share of it, and then the floor, "
+    "which has no launch and no wait. Both are timed in the same way, in turns."
 )
 
 
@@ -101,6 +109,21 @@ def cells(rows: list[Row], note: str) -> str:
         label += "" if row["routing"] == UNIFORM else f", {row['routing']}"
         table.setdefault(label, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({versus}{row['of_floor']:.0%})"
     return table_by_tokens(table, note) if table else ""
+
+
+def beside_reading(files: list[ResultFile]) -> str:
+    """Layers beside kernels that only read, from the newest run that has any."""
+    timed = [file for file in files if any("read" in row for row in file.record["rows"])]
+    if not timed:
+        return ""
+    newest = max(timed, key=lambda file: str(file.record["date"]))
+    table: dict[str, dict[int, str]] = {}
+    for row in newest.record["rows"]:
+        if "read" in row:
+            read = f"{row['read']['us']:.1f}, {row['read']['of_read']:.0%}"
+            cell = f"{row['ours']['us']:.1f} ({read}; {row['of_floor']:.0%})"
+            table.setdefault(f"{row['shape']}, {row['weights']} x {row['activations']}", {})[row["tokens"]] = cell
+    return table_by_tokens(table, f"{_READ_NOTE} {links(newest.name)}")
 
 
 def _sources(rows: list[Row]) -> str:

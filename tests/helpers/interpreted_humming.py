@@ -69,5 +69,13 @@ def test_rows_are_weighted_and_summed(in_order: bool) -> None:
 @pytest.mark.parametrize("count", [5, 4096, 3 * 4096 + 7])
 def test_the_bandwidth_kernel_reads_every_word(count: int) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
-    sink = reading.read_words(words, torch.empty(2, dtype=torch.int32))
+    sink = reading.read_words(words, torch.zeros(2, dtype=torch.int32))
     assert int(sink[0] ^ sink[1]) == reduce(xor, words.tolist())
+
+
+@pytest.mark.parametrize("length", [5, 3000])
+def test_the_bandwidth_kernel_reads_every_word_of_some_rows(length: int) -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (6, length), dtype=torch.int32)
+    rows_read = torch.tensor([4, 1, 5], dtype=torch.int32)
+    sink = reading.read_rows(words, rows_read, torch.zeros(5, dtype=torch.int32), reading.Reader(block=1024))
+    assert reduce(xor, sink.tolist()) == reduce(xor, words[[4, 1, 5]].flatten().tolist())
