@@ -6,6 +6,8 @@ Rates of each alone mislead: the CPU's kernels and the copies read the same memo
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -24,25 +26,27 @@ BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
 # Tokens of an expert: it is read; part of a tile; a whole one; computing takes longer than reading; and about the most
 # with which the CPU is still worth asking, because a line drawn further misleads.
 COUNTS = (1, 8, 16, 64, 128)
-_EXPERTS = 12  # at least, so that they do not fit the CPU's caches
-_COPIES = 8  # waves that are copied while the CPU computes
+_EXPERTS = 12  # of a call, at least; the next call uses others, which are not in the CPU's caches
+_COPIED = 2 << 30  # bytes that are copied while the CPU computes, so that copies outlast the longest call
+_MOST_COPIES = 64  # waves
 _BEST_OF = 3
 
 
 def measure_rates(host: CpuExecutor, stage: Stage, lane: CudaLane) -> Rates:
     """Takes some tenths of a second, once for each problem."""
     each = sum(t[0].nbytes for tensors in host.tensors.packed().values() for t in tensors.values())
+    wave = stage.experts * each
     flops = 2 * sum(shape.n * shape.k for shape in host.problem.matrices.values())
     points: list[tuple[float, float]] = []
     copies: list[float] = []
     for count in COUNTS:
         call, experts, tokens = _call(host, count)
         _seconds(call)
-        copy_s, cpu_s = _both(host, stage, lane, call)
+        copy_s, cpu_s = _both(host, stage, lane, wave, partial(_next_seconds, call, experts, host.problem.experts))
         copies.append(copy_s)
         least = points[-1][1] if points else 0.0  # more tokens never take less time
         points.append((tokens, max(least, cpu_s * 1e6 / experts)))
-    pack_s, wave = min(_pack_seconds(stage) for _ in range(_BEST_OF)), stage.experts * each
+    pack_s = min(_pack_seconds(stage) for _ in range(_BEST_OF))
     short, long = (_wave_seconds(stage, tokens, lane.device) for tokens in BATCHES)
     slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
     return Rates(
@@ -57,19 +61,22 @@ def measure_rates(host: CpuExecutor, stage: Stage, lane: CudaLane) -> Rates:
     )
 
 
-def _both(host: CpuExecutor, stage: Stage, lane: CudaLane, call: HostCall) -> tuple[float, float]:
-    """Seconds of the copy of a wave and of a call, while the CPU computes as long as copies run."""
+def _both(
+    host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, seconds: Callable[[], float]
+) -> tuple[float, float]:
+    """Seconds of the copy of a wave (of so many bytes) and of a call, while the CPU computes as long as copies run."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     last = host.problem.experts - stage.experts
+    copies = min(_MOST_COPIES, max(1, _COPIED // wave))
     start.record(lane.stream)
-    for i in range(_COPIES):
+    for i in range(copies):
         _copy_wave(host, stage, lane, i * stage.experts % (last + 1))
     end.record(lane.stream)
-    times = [_seconds(call)]
+    times = [seconds()]
     while not end.query():
-        times.append(_seconds(call))
+        times.append(seconds())
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / _COPIES, median(times[:-1] or times)  # the last one outlasted the copies
+    return start.elapsed_time(end) / 1e3 / copies, median(times[:-1] or times)  # the last one outlasted the copies
 
 
 def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int, float]:
@@ -80,7 +87,7 @@ def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int, float]:
     rows = -(-count * experts // used)
     shape = HostShape(rows, problem.input.storage, torch.int32, torch.float32, threads)
     places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
-    places[places >= experts] = -1
+    places[places >= problem.experts] = -1
     call = host.host_call(shape, places, lambda size: torch.zeros(size, dtype=torch.uint8, device="cpu"))
     call.x.zero_()
     call.weights.fill_(1.0)
@@ -97,6 +104,13 @@ def _seconds(call: HostCall) -> float:
     return taken
 
 
+def _next_seconds(call: HostCall, experts: int, of: int) -> float:
+    """With other experts than in the last call, if there are enough."""
+    if of >= 2 * experts:
+        call.ids.add_(experts).remainder_(of)
+    return _seconds(call)
+
+
 def _copy_wave(host: CpuExecutor, stage: Stage, lane: CudaLane, first: int) -> None:
     for matrix, tensors in host.tensors.packed().items():
         for name, tensor in tensors.items():
@@ -107,7 +121,7 @@ def _pack_seconds(stage: Stage) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     with assuming():  # as in a batch
-        stage.pack(0, stage.experts)
+        stage.pack_wave(0, stage.experts)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
