@@ -28,7 +28,7 @@ from lancebill.split.executor import SplitExecutor
 from lancebill.split.host_calls import host_threads, use_host_threads
 from lancebill.split.host_threads import HostThreads
 from lancebill.split.large_batches import LargeBatches
-from lancebill.split.streamed import BUFFERS, copy_first, waves_of
+from lancebill.split.streamed import BUFFERS, copy_wave, waves_of
 from lancebill.split.ways import BOTH_WORTH, MOST_ROWS, Rates
 from lancebill.testing.layers import worst_row
 
@@ -331,7 +331,8 @@ def lane_copies(large: LargeBatches, device: torch.device) -> tuple[Callable[[],
     def copy() -> None:
         for first in range(0, len(waves), BUFFERS):
             lane.begin_batch()
-            copy_first(stage, lane, held, waves[first:])
+            for number in range(first, min(first + BUFFERS, len(waves))):
+                copy_wave(stage, lane, held, waves, number)
 
     return copy, size
 

@@ -13,21 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from lancebill.backends.base import Executor, TensorTable
 from lancebill.backends.cpu import layout as cpu_layout
 from lancebill.backends.cpu import native
 from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.native import abi
 from lancebill.backends.cpu.unpack_on_gpu import unpack_nibbles
+from lancebill.backends.oracle import select
+from lancebill.bench.workload import Weights
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.formats import registry
 from lancebill.layer.gpu_room import check_room, free_bytes
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.split import executor as executors
 from lancebill.split import gpu_queues, host_calls, large_batches, mailbox, streamed
+from lancebill.split.recorded import record
 from lancebill.split.ways import Rates
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.layers import layer_problem, worst_row
@@ -287,6 +292,58 @@ def test_copied_experts_compute_the_whole_layer(
         assert any(ways.streamed and ways.cpu for ways in sent), sent
     given = inputs(100)
     assert torch.equal(run(split, given), run(split, given))
+
+
+STREAMED = ("mxfp4", "int4-g128", "int4-g32-zp", "int8-channel", "fp8-block")
+
+
+def packed_experts(problem: Problem, where: str, weights: Weights) -> Executor:
+    """The same experts in the layout of a device."""
+    backend = select(problem, where).backend
+    layout, held = backend.layout(problem), dict[str, Packed]()
+    for matrix, shape in problem.matrices.items():
+        held[matrix] = layout.allocate(shape, problem.experts, where)
+        for expert in range(problem.experts):
+            row = {name: tensor[expert] for name, tensor in held[matrix].items()}
+            layout.pack(shape, weights.logical(matrix, expert).to(torch.device(where)), row)
+    return backend.executor(problem, parse_device(where), TensorTable.of(held))
+
+
+@pytest.mark.parametrize("spec", STREAMED)
+def test_recorded_packing_is_packing(spec: str) -> None:
+    problem = layer_problem(spec, hidden=512, intermediate=256, experts=3, top_k=2)
+    weights = Weights(problem, torch.device("cuda"))
+    own, host = (packed_experts(problem, where, weights) for where in ("cuda", "cpu"))
+    stage = streamed.Stage.make(own, host, torch.device("cuda", 0))
+    assert len(stage.recorded) == streamed.BUFFERS and all(stage.recorded), "each is one launch"
+    for buffer in range(streamed.BUFFERS):
+        for matrix, tensors in host.tensors.packed().items():
+            for name, tensor in tensors.items():
+                stage.raw[buffer][matrix][name].copy_(tensor)
+        for tensors in stage.packed.values():
+            for tensor in tensors.values():
+                tensor.zero_()
+        stage.pack_wave(buffer, 3)
+        for matrix, tensors in own.tensors.packed().items():
+            for name, tensor in tensors.items():
+                assert torch.equal(stage.packed[matrix][name], tensor), (buffer, matrix, name)
+
+
+def test_work_that_waits_for_the_gpu_is_not_recorded() -> None:
+    """And what follows is not disturbed."""
+    device, out = torch.device("cuda", 0), torch.zeros(4, device="cuda")
+
+    def waits() -> None:
+        out.add_(float(out.sum()))
+
+    def counts() -> None:
+        out.add_(1.0)
+
+    assert record([waits], device) == [None]
+    (found,) = record([counts], device)
+    assert found is not None and not found.queue()
+    assert out.tolist() == [2.0] * 4, "once before it was recorded, once after"
+    assert float(torch.ones(1 << 20, device="cuda").sum()) == 1 << 20
 
 
 def test_rates_are_measured(folder: Path) -> None:

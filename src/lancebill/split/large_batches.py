@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
+from lancebill.split.batch_maps import BatchMaps, wave_maps
 from lancebill.split.copy_lane import CudaLane, pin_in_place
 from lancebill.split.cpu_rows import CpuRows, rows_of_experts
-from lancebill.split.gpu_queues import MailboxQueue, SideStream
+from lancebill.split.gpu_queues import SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
-from lancebill.split.streamed import Stage, add_streamed, copy_first, count_tokens, wave_maps, waves_of
+from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, count_tokens, waves_of
 from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
 
 FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
@@ -38,8 +39,11 @@ class LargeBatches:
         """`shared` is how many of the host's experts are on the device, too."""
         self.own, self.host, self.shared = own, host, shared
         self._expected: dict[int, bool] = {}  # by number of tokens
-        self._places: Tensor | None = None  # the map of the host's part, on the device
-        self._cpu_map: Tensor | None = None  # of the experts that the CPU computes in the current batch
+        self._maps: dict[torch.device, BatchMaps] = {}
+
+    @cached_property
+    def size(self) -> ExpertSize:
+        return expert_size(self.host.executor)
 
     def may_stream(self, x: Tensor) -> bool:
         """Whether copying is likely to pay, so that waiting for the router does."""
@@ -57,62 +61,62 @@ class LargeBatches:
     def expected(self, tokens: int, device: torch.device) -> Ways:
         """The division for rows that are routed to all experts alike."""
         problem = self.host.executor.problem
-        size, rates = expert_size(self.host.executor), self._measured(device)
+        rates = self._measured(device)
         absent = problem.experts - self.shared
-        return expected_ways(absent, tokens, problem.top_k, problem.global_experts, size, rates)
+        return expected_ways(absent, tokens, problem.top_k, problem.global_experts, self.size, rates)
 
     def choose(self, dispatch: Indexed, host_map: Tensor) -> Ways:
         """The division for these rows. Waits until the device has chosen their experts.
 
         `host_map` says which experts the host's part has in this call; it may be complete only then.
         """
-        executor, ids = self.host.executor, dispatch.ids
-        rates = self._measured(ids.device)
-        counts = count_tokens(ids, self._on_device(host_map, ids.device), executor.problem.experts)
-        return choose_ways(counts, ids.shape[0], expert_size(executor), rates)
-
-    def _on_device(self, host_map: Tensor, device: torch.device) -> Tensor:
-        if host_map is not self.host.expert_map:  # written by the device, where it can read it
-            return MailboxQueue(device).mapped(host_map)
-        if self._places is None or self._places.device != device:
-            self._places = host_map.to(device)
-        return self._places
+        rates = self._measured(dispatch.ids.device)
+        return choose_ways(count_tokens(dispatch.ids, host_map), dispatch.ids.shape[0], self.size, rates)
 
     def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor) -> Tensor:
         """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
 
-        The wire takes longest, so the first copies are queued before everything else that takes time.
+        The wire takes longest, so the copies of the first wave are queued before everything else.
         """
         stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
         waves = waves_of(ways.streamed, stage.experts)
-        # Small copies go first: behind those of experts they would wait for milliseconds.
-        places = self._map_of(ways.cpu, host_map)
-        maps = torch.cat([wave_maps(host_map, waves), places.unsqueeze(0)]).to(x.device)
-        self._begin(stage, lane, waves)
-        rows = None
-        if ways.cpu and ways.rows < x.shape[0]:
-            rows = rows_of_experts(x, dispatch, maps[-1])
-        side, sums = SideStream(x.device), None
+        lane.begin_batch()
+        self._copy(stage, lane, waves, 0)
+        room = self._room(host_map, x.device)
+        places = room.write(host_map, ways.streamed, ways.cpu)
+        copied, on_cpu = room.on_device()
+        side, sums, rows = None, None, None
         try:
             if ways.cpu:
+                rows = rows_of_experts(x, dispatch, on_cpu) if ways.rows < x.shape[0] else None
                 given, slots = (x, dispatch) if rows is None else (rows.x, rows.dispatch)
+                side = SideStream(x.device)
                 sums = self.host.calls.queue(side, self.host.executor, places, given, slots)
+            self._copy(stage, lane, waves, 1)
+            maps = wave_maps(copied, len(waves), stage.experts)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
                 total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
         finally:
-            side.join()
+            if side is not None:
+                side.join()
         if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             x = x.clone()  # the result may be written over it before it is read again
         out.copy_(_together(total, sums, rows))
         if flags and bool(any_set(flags)):
+            lane.begin_batch()
+            for number in range(BUFFERS):
+                self._copy(stage, lane, waves, number)
             with repeating():
-                self._begin(stage, lane, waves)
                 out.copy_(_together(self._on_gpu(stage, lane, waves, maps, x, dispatch), sums, rows))
         return out
 
-    def _begin(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]]) -> None:
-        lane.begin_batch()
-        copy_first(stage, lane, self.host.executor.tensors.packed(), waves)
+    def _copy(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]], number: int) -> None:
+        copy_wave(stage, lane, self.host.executor.tensors.packed(), waves, number)
+
+    def _room(self, host_map: Tensor, device: torch.device) -> BatchMaps:
+        if device not in self._maps:
+            self._maps[device] = BatchMaps(self.host.executor.problem.experts, host_map.numel(), device)
+        return self._maps[device]
 
     def _on_gpu(
         self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]], maps: Tensor, x: Tensor, dispatch: Indexed
@@ -124,14 +128,6 @@ class LargeBatches:
             total = torch.zeros_like(x, dtype=torch.float32)
         add_streamed(stage, lane, self.host.executor.tensors.packed(), waves, maps, x, dispatch, total)
         return total
-
-    def _map_of(self, slots: tuple[int, ...], host_map: Tensor) -> Tensor:
-        """The CPU's map for this batch. The last batch has ended: this one's ids were read."""
-        if self._cpu_map is None:
-            self._cpu_map = torch.empty_like(host_map)
-        chosen = torch.zeros(self.host.executor.problem.experts + 1, dtype=torch.bool, device="cpu")
-        chosen[list(slots)] = True
-        return self._cpu_map.copy_(host_map.masked_fill(~chosen[host_map.long()], -1))
 
     def known_rates(self) -> Rates:
         """As measured when a large batch first needed them; assumed before."""

@@ -7,8 +7,8 @@ layout there: host memory holds every expert once. While a wave is packed and co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from lancebill.backends.base import Executor, TensorTable
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Problem
+from lancebill.split.recorded import Recorded, record
 from lancebill.split.repack import repack, rows_of
 from lancebill.split.run_part import run_part
 
@@ -55,6 +56,7 @@ class Stage:
     raw: tuple[dict[str, Packed], ...]
     packed: dict[str, Packed]
     executor: Executor
+    recorded: list[Recorded | None] = field(default_factory=list)  # the packing of each buffer, on a GPU
 
     @classmethod
     def make(cls, own: Executor, host: Executor, device: torch.device) -> Stage:
@@ -64,9 +66,9 @@ class Stage:
         layout, source = own.backend.layout(problem), host.backend.layout(host.problem)
         held = host.tensors.packed()
 
-        def room() -> dict[str, Packed]:
+        def room() -> dict[str, Packed]:  # zeros: whole buffers are packed, also where they were never filled
             return {
-                m: {n: torch.empty((count, *t.shape[1:]), dtype=t.dtype, device=device) for n, t in tensors.items()}
+                m: {n: torch.zeros((count, *t.shape[1:]), dtype=t.dtype, device=device) for n, t in tensors.items()}
                 for m, tensors in held.items()
             }
 
@@ -78,7 +80,10 @@ class Stage:
             for tensor in packed[matrix].values():  # kernels may read places that were never filled
                 tensor.zero_()
         executor = own.backend.executor(problem, own.device, TensorTable.of(packed))
-        return cls(source, layout, problem, tuple(room() for _ in range(BUFFERS)), packed, executor)
+        stage = cls(source, layout, problem, tuple(room() for _ in range(BUFFERS)), packed, executor)
+        if device.type == "cuda":
+            stage.recorded.extend(record([partial(stage.pack, buffer, count) for buffer in range(BUFFERS)], device))
+        return stage
 
     @property
     def experts(self) -> int:
@@ -95,16 +100,27 @@ class Stage:
         raw, into = rows_of(self.raw[buffer], 0, count), rows_of(self.packed, 0, count)
         repack(self.problem.matrices, (self.host, raw), (self.own, into))
 
+    def pack_wave(self, buffer: int, count: int) -> None:
+        """As `pack`, but where its kernels are recorded, of the whole buffer."""
+        recorded = self.recorded[buffer] if self.recorded else None
+        if recorded is None or recorded.queue():
+            self.pack(buffer, count)
 
-def count_tokens(ids: Tensor, expert_map: Tensor, experts: int) -> dict[int, float]:
-    """How many rows each expert of a part has, counted where the ids and the map are. Waits for the result."""
-    known = (ids >= 0) & (ids < expert_map.numel())
-    slots = expert_map[ids.clamp(0, expert_map.numel() - 1).long()].long()
-    slots = slots.masked_fill(~known | (slots < 0), experts).flatten()  # the last place is for all others
-    counts = torch.zeros(experts + 1, device=ids.device).scatter_add_(
-        0, slots, torch.ones_like(slots, dtype=torch.float32)
-    )
-    return {slot: count for slot, count in enumerate(counts[:experts].tolist()) if count}
+
+def count_tokens(ids: Tensor, expert_map: Tensor) -> dict[int, float]:
+    """How many rows each expert of a part has, counted where the ids are. Waits for the result.
+
+    The map is in host memory, and is read when the counts are there.
+    """
+    known = expert_map.numel()
+    places = ids.clamp(-1, known).long().flatten() + 1  # the first and the last place are for ids without an expert
+    ones = torch.ones_like(places, dtype=torch.float32)
+    counts = torch.zeros(known + 2, device=ids.device).scatter_add_(0, places, ones).tolist()[1:-1]
+    used: dict[int, float] = {}
+    for slot, count in zip(expert_map.tolist(), counts):
+        if slot >= 0 and count:
+            used[slot] = used.get(slot, 0.0) + count
+    return used
 
 
 def waves_of(slots: Sequence[int], each: int) -> list[Sequence[int]]:
@@ -115,49 +131,36 @@ def waves_of(slots: Sequence[int], each: int) -> list[Sequence[int]]:
     return [slots[first : first + each] for first in range(0, len(slots), each)]
 
 
-def copy_first(stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]]) -> None:
-    """Queue the copies of the first waves, one for each buffer: nothing else need be known for them.
-
-    `held` are the tensors of the part in host memory.
-    """
-    for buffer, wave in enumerate(waves[:BUFFERS]):
-        _copy_wave(stage, lane, held, wave, buffer)
+def copy_wave(
+    stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]], number: int
+) -> None:
+    """Queue the copies of a wave, if there is one of this number. `held` are the tensors of the part in host memory."""
+    if number >= len(waves):
+        return
+    buffer = number % BUFFERS
+    lane.begin(buffer)
+    for place, first, count in _runs(waves[number]):
+        for matrix, tensors in held.items():
+            for name, tensor in tensors.items():
+                lane.copy(stage.raw[buffer][matrix][name][place : place + count], tensor[first : first + count])
+    lane.filled(buffer)
 
 
 def add_streamed(
     stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]], maps: Tensor, x: Tensor,
     dispatch: Indexed, total: Tensor,
 ) -> None:  # fmt: skip
-    """Add the results of experts that are copied for this batch to `total` (fp32), after `copy_first`.
+    """Add the results of experts that are copied for this batch to `total` (fp32).
 
-    `maps` has a row for each wave: `wave_maps`, on the device.
+    The copies of the first waves, one for each buffer, were queued before. `maps` are `wave_maps`, on the device.
     """
     for step, wave in enumerate(waves):
         buffer = step % BUFFERS
         lane.use(buffer)
-        stage.pack(buffer, len(wave))
+        stage.pack_wave(buffer, len(wave))
         lane.release(buffer)
-        if step + BUFFERS < len(waves):
-            _copy_wave(stage, lane, held, waves[step + BUFFERS], buffer)
+        copy_wave(stage, lane, held, waves, step + BUFFERS)
         total.add_(run_part(stage.executor, x, dispatch, maps[step], x.dtype))
-
-
-def wave_maps(expert_map: Tensor, waves: Sequence[Sequence[int]]) -> Tensor:
-    """For every wave, the place of each physical id among its experts, or -1."""
-    places = torch.full((len(waves), int(expert_map.max()) + 2), -1, dtype=torch.int32, device="cpu")
-    found = [(row, slot, place) for row, wave in enumerate(waves) for place, slot in enumerate(wave)]
-    rows, slots, numbers = torch.tensor(found, device="cpu").T
-    places[rows, slots] = numbers.int()
-    return places[:, expert_map.long()]  # -1 finds the last one, which is -1
-
-
-def _copy_wave(stage: Stage, lane: Lane, held: Mapping[str, Packed], wave: Sequence[int], buffer: int) -> None:
-    lane.begin(buffer)
-    for place, first, count in _runs(wave):
-        for matrix, tensors in held.items():
-            for name, tensor in tensors.items():
-                lane.copy(stage.raw[buffer][matrix][name][place : place + count], tensor[first : first + count])
-    lane.filled(buffer)
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,6 @@ import math
 from bisect import bisect, bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 from lancebill.moe.problem import Problem
@@ -98,7 +97,7 @@ class _Batch:
         """`counts` are the tokens of each expert, ascending."""
         self.counts, self.tokens, self.size, self.rates = counts, tokens, size, rates
         self._slots = list(accumulate(counts, initial=0.0))
-        self._on_cpu = cache(self._on_cpu_uncached)  # many experts have as many tokens as another
+        self._on_cpu_us: dict[int, list[float]] = {}  # by pieces: of no expert, of the first one, of two ...
 
     def rows(self, number: int) -> float:
         """That are sent to the CPU. A batch of which nothing is copied is sent whole."""
@@ -110,11 +109,13 @@ class _Batch:
         rates, rows = self.rates, self.rows(number)
         pieces = max(1, math.ceil(rows / MOST_ROWS))
         row_us = self.size.row_bytes * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
-        experts_us = sum(self._on_cpu(count, pieces) for count in self.counts[:number])
+        if pieces not in self._on_cpu_us:
+            taken = {count: self._expert_us(count, pieces) for count in set(self.counts)}
+            self._on_cpu_us[pieces] = list(accumulate((taken[count] for count in self.counts), initial=0.0))
         wait_us = rates.wait_us if number < len(self.counts) else 0.0
-        return wait_us + rates.call_us + rows * row_us + experts_us
+        return wait_us + rates.call_us + rows * row_us + self._on_cpu_us[pieces][number]
 
-    def _on_cpu_uncached(self, count: float, pieces: int) -> float:
+    def _expert_us(self, count: float, pieces: int) -> float:
         parts = max(1.0, min(pieces, count))  # pieces that read the expert
         return parts * self.rates.cpu_us(self.size, count / parts)
 

@@ -20,11 +20,12 @@ from lancebill.cli.main import app
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.numbers.unusual import unusual
-from lancebill.split import cpu_rows, large_batches, measure_rates, streamed
+from lancebill.split import batch_maps, cpu_rows, large_batches, measure_rates, streamed
+from lancebill.split.batch_maps import wave_maps
 from lancebill.split.cpu_rows import expected_rows, rows_of_experts
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
-from lancebill.split.streamed import Stage, add_streamed, copy_first, count_tokens, wave_maps, waves_of
+from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, count_tokens, waves_of
 from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, _Batch, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
@@ -82,12 +83,16 @@ def test_copied_experts_give_what_the_cpu_gives(
     x, ids, weights = make_inputs(9)
     x, ids = x.float(), ids.long()
     ids[0, 1], ids[1, 0] = -1, SIZE.experts + 7
-    counts = count_tokens(ids, host.expert_map, host.problem.experts)
+    counts = count_tokens(ids, host.expert_map)
     assert sum(counts.values()) == sum(int(host.expert_map[i]) >= 0 for i in ids.flatten() if 0 <= i < SIZE.experts)
     slots, lane, total = sorted(counts), OrderedLane(), torch.zeros(x.shape)
     waves = waves_of(slots, stage.experts)
-    maps = wave_maps(host.expert_map, waves)
-    copy_first(stage, lane, held, waves)
+    numbers = torch.full((SIZE.experts,), -1, dtype=torch.int32)
+    for number, slot in enumerate(slots):
+        numbers[host.expert_map == slot] = number
+    maps = wave_maps(numbers, len(waves), stage.experts)
+    for number in range(BUFFERS):
+        copy_wave(stage, lane, held, waves, number)
     add_streamed(stage, lane, held, waves, maps, x, Indexed(ids, weights.float()), total)
     assert lane.copied == len(slots) * each, "only experts with tokens, each once"
     want = host.compute(x, ids, weights, torch.empty_like(x))
@@ -127,10 +132,11 @@ class InstantQueue:
 def without_gpu(monkeypatch: pytest.MonkeyPatch, lane: OrderedLane, rates: Rates) -> None:
     """The CPU in the place of the device, and one expert in a wave."""
     for name, value in {
-        "SideStream": InstantQueue, "MailboxQueue": InstantQueue, "lane_of": lambda device: lane,
+        "SideStream": InstantQueue, "lane_of": lambda device: lane,
         "pin_in_place": lambda tensor: True, "measure_rates": lambda *given: rates, "_RATES": {}, "_STAGES": {},
     }.items():  # fmt: skip
         monkeypatch.setattr(large_batches, name, value)
+    monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
     monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
 
 
@@ -145,6 +151,19 @@ def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
     sums = torch.zeros(len(sent.numbers), 1)
     sums[:2] = 5.0
     assert sent.add_to(torch.ones(6, 1), sums).flatten().tolist() == [1, 6, 1, 1, 6, 1]
+
+
+def test_maps_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
+    room, expert_map = batch_maps.BatchMaps(4, 6, torch.device("cpu")), torch.tensor([-1, 3, 0, -1, 2, 1])
+    for copied, on_cpu in (((0, 1, 3), (2,)), ((1, 2), ()), ((), (3, 0))):
+        places = room.write(expert_map, copied, on_cpu)
+        numbers, places_there = room.on_device()
+        assert (
+            places.tolist() == places_there.tolist() == [slot if slot in on_cpu else -1 for slot in expert_map.tolist()]
+        )
+        assert numbers.tolist() == [copied.index(slot) if slot in copied else -1 for slot in expert_map.tolist()]
+    assert wave_maps(torch.tensor([-1, 2, 0, -1, 1]), 2, 2).tolist() == [[-1, -1, 0, -1, 1], [-1, 0, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.9])
@@ -248,12 +267,15 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
     rates = measure_rates.measure_rates(host, stage, lane)  # type: ignore[arg-type]
     each = expert_size(host).bytes
     assert [round(tokens) for tokens, _ in rates.cpu_points] == [1, 8, 16, 64, 128]
-    assert rates.copy_gbs == pytest.approx(each / 1e-3 / 1e9), "eight waves of one expert in 8 ms"
+    assert rates.copy_gbs == pytest.approx(64 * each / 8e-3 / 1e9), "64 waves of one expert in 8 ms"
     assert rates.cpu_us(expert_size(host), 64) >= rates.cpu_us(expert_size(host), 1) > 0
-    assert lane.copied == 5 * 8 * each
+    assert lane.copied == 5 * 64 * each
     call, experts, tokens = measure_rates._call(host, 16)
     counts = torch.bincount(call.ids.flatten().long(), minlength=experts)
     assert (counts[:experts] == tokens).all() and experts == host.problem.experts
+    first = call.ids.clone()
+    assert measure_rates._next_seconds(call, 2, 8) > 0
+    assert torch.equal(call.ids, (first + 2) % 8), "other experts, so that they are not in a cache"
 
 
 def test_the_fastest_division_is_chosen() -> None:

@@ -305,17 +305,22 @@ def _unpack_nibbles(packed: Tensor, n: int, k: int) -> Tensor:
 
 def _stored_codes(dtype: DType, codes: Tensor) -> Tensor:
     """Codes in the kernels' numbering."""
-    maps = _code_maps(dtype)
-    return codes if maps is None else _look_up(maps[0], codes)
+    return _look_up(dtype, 0, codes)
 
 
 def _logical_codes(dtype: DType, codes: Tensor) -> Tensor:
+    return _look_up(dtype, 1, codes)
+
+
+def _look_up(dtype: DType, way: int, codes: Tensor) -> Tensor:
+    table = _code_map_on(dtype, way, codes.device)
+    return codes if table is None else table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+@lru_cache(maxsize=64)
+def _code_map_on(dtype: DType, way: int, device: torch.device) -> Tensor | None:
     maps = _code_maps(dtype)
-    return codes if maps is None else _look_up(maps[1], codes)
-
-
-def _look_up(table: Tensor, codes: Tensor) -> Tensor:
-    return table.to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return None if maps is None else maps[way].to(device)
 
 
 @lru_cache(maxsize=64)
