@@ -10,11 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from lancebill.backends.cpu.decode_program import DecodeHeads, DecodeProgram, DecodeRows
+from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.native import Library, library
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.errors import UnsupportedProblem
+from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.moe.activation import Activation
+from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routing
+from lancebill.numbers.random_weight import random_weight
+from lancebill.numbers.spec_names import parse_spec
 
 NATIVE = library()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the CPU kernels are not built")
@@ -35,14 +41,47 @@ def run(steps: DecodeProgram, rows: int, picks: tuple[int, ...] = ()) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for rows, columns in ((1, 64), (3, 37), (8, 96), (15, 5)):
+    for rows, columns in ((1, 64), (3, 37), (8, 96), (15, 5), (40, 160), (17, 33)):
         steps = program(level, rows)
-        matrices = [(torch.randn(n, columns).to(dtype), bias) for n, bias in ((33, None), (6, torch.randn(6)))]
-        x, out = steps.buffer("x", columns).normal_(), steps.buffer("out", 39)
+        biases = {33: None, 6: torch.randn(6), 80: torch.randn(80)}
+        matrices = [(torch.randn(n, columns).to(dtype), bias) for n, bias in biases.items()]
+        x, out = steps.buffer("x", columns).normal_(), steps.buffer("out", sum(biases))
         steps.dense(x, matrices, out)
         run(steps, rows)
         wide = [F.linear(x.double(), w.double(), None if b is None else b.double()) for w, b in matrices]
-        torch.testing.assert_close(out.double(), torch.cat(wide, -1), rtol=1e-5, atol=1e-5)
+        sizes = torch.cat([x.double().abs() @ w.double().abs().t() for w, _ in matrices], -1)
+        error = (out.double() - torch.cat(wide, -1)).abs() / (1 + sizes)
+        assert error.max() <= (2**-17 if level == IsaLevel.AMX else 2**-20)  # tiles keep 16 bits of x
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("size", [1e-37, 1e30, float("inf")])
+def test_dense_rows_of_any_size(level: object, size: float) -> None:
+    torch.manual_seed(0)
+    steps, weights = program(level, 18), torch.rand(32, 64).bfloat16() + 1
+    x, out = steps.buffer("x", 64).uniform_(1, 2), steps.buffer("out", 32)
+    x[3] *= size
+    steps.dense(x, [(weights, None)], out)
+    run(steps, 18)
+    torch.testing.assert_close(out.double(), x.double() @ weights.double().t(), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_beside_batch_invariant_layers_a_dense_row_does_not_depend_on_the_others(level: object) -> None:
+    torch.manual_seed(4)
+    weight = random_weight(parse_spec("int8"), 32, 64, torch.Generator().manual_seed(0))
+    linear = QuantizedLinear.from_weight(weight, backend="cpu", order=BATCH_INVARIANT)
+    assert isinstance(linear.executor, CpuExecutor)
+    weights, inputs = torch.randn(48, 64).bfloat16(), torch.randn(40, 64)
+    found = []
+    for rows in (40, 1):
+        steps = program(level, rows)
+        x, out = steps.buffer("x", 64).copy_(inputs[:rows]), steps.buffer("out", 48)
+        steps.packed(x, linear.executor, steps.buffer("packed", 32))
+        steps.dense(x, [(weights, None)], out)
+        run(steps, rows)
+        found.append(out[0])
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -67,7 +106,7 @@ def test_norms_gates_sums_and_picks(level: object) -> None:
     torch.manual_seed(2)
     steps, weights = program(level, 4), torch.randn(50)
     x = steps.buffer("x", 50).normal_()
-    picked, normed, gated = steps.buffer("picked", 50), steps.buffer("normed", 50), steps.buffer("gated", 25)
+    picked, normed, gated = steps.buffer("picked", 50), steps.buffer("normed", 50).zero_(), steps.buffer("gated", 25)
     before = x.double()
     factor = steps.buffer("factor", 1).normal_()
     steps.add(x, x, gate=factor)

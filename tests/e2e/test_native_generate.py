@@ -18,7 +18,7 @@ import tiny  # noqa: E402
 
 from lancebill import from_pretrained  # noqa: E402
 from lancebill.backends.cpu.native import library  # noqa: E402
-from lancebill.integrations.transformers import decode_cache  # noqa: E402
+from lancebill.integrations.transformers import decode_cache, native_decoder  # noqa: E402
 from lancebill.integrations.transformers.decode_cache import DecodeCache  # noqa: E402
 from lancebill.integrations.transformers.native_decoder import NativeDecoder  # noqa: E402
 from lancebill.integrations.transformers.native_steps import NativeSteps, SharedDecoder  # noqa: E402
@@ -83,6 +83,7 @@ def test_prompts_around_the_limit(
     limit: int, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 tokens take several calls of the library, whose buffers hold fewer."""
+    monkeypatch.setattr(native_decoder, "MOST_ROWS", 64)
     monkeypatch.setitem(tiny.FAMILIES, "mixtral", tiny.FAMILIES["mixtral"] | {"sliding_window": 6})
     model = load("mixtral", tmp_path)
     generate(model)

@@ -51,7 +51,7 @@ void make_decode_case(DecodeCase& c) {
     c.layer = Case();
     make_case(c.layer);
   } while (c.layer.linear || c.layer.work.ids == nullptr);
-  c.hidden = c.layer.w13.columns, c.rows = pick(1, 9), c.sequences = pick(1, 3);
+  c.hidden = c.layer.w13.columns, c.rows = pick(1, pick(0, 3) ? 9 : 40), c.sequences = pick(1, 3);
   c.keys = pick(1, 3), c.queries = c.keys * pick(1, 3), c.dim = 2 * pick(2, 20), c.window = pick(0, 1) * pick(1, 6);
   for (int heads : {c.queries, c.keys, c.keys}) c.qkv.emplace_back(heads * c.dim, c.hidden);
   c.rest.emplace_back(c.hidden, c.queries * c.dim);
@@ -94,7 +94,8 @@ int32_t run_decode(const DecodeCase& c, int32_t level, int32_t threads, std::vec
   work.x_stride = work.out_stride = c.hidden, work.threads = threads, work.level = level;
   const int64_t bytes = lancebill_scratch_bytes(&c.layer.layer, &work);
   if (bytes < 0) return static_cast<int32_t>(-bytes);
-  std::vector<uint8_t> memory(bytes + 64);
+  const int64_t dense = lancebill_dense_bytes(c.rows, std::max(c.hidden, c.queries * c.dim));
+  std::vector<uint8_t> memory(std::max(bytes, dense) + 64);
   void* scratch = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
 
   std::vector<lancebill_step> steps;

@@ -25,7 +25,7 @@ from lancebill.backends.cpu.route import CpuRouting
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import UnsupportedProblem
 from lancebill.moe.activation import Activation
-from lancebill.moe.problem import CONTIGUOUS, INDEXED
+from lancebill.moe.problem import CONTIGUOUS, FAST, INDEXED
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routing
 
@@ -69,14 +69,16 @@ class DecodeProgram:
         self._kept: list[object] = []  # what the steps point to
         self._watched: list[tuple[Callable[[], list[int]], list[int]]] = []
         self._calls: list[tuple[abi.LayerStruct, abi.WorkStruct]] = []  # those that need scratch memory
+        self._dense_columns = 0  # the most of a dense matrix
+        self._tiles = True  # in products of dense matrices: their bits depend on the number of rows
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._scratch: dict[int, Tensor] = {}  # by number of threads
 
     def buffer(self, name: str, width: int) -> Tensor:
-        """Rows of fp32 for the steps; the same ones for the same name and width."""
+        """Rows of fp32 for the steps; the same ones for the same name and width. Memory is used when it is written."""
         found = self._buffers.get((name, width))
         if found is None:
-            found = self._buffers[name, width] = torch.zeros(self.most_rows, width, device="cpu")
+            found = self._buffers[name, width] = torch.empty(self.most_rows, width, device="cpu")
         return found
 
     def pick(self, x: Tensor, out: Tensor) -> None:
@@ -98,6 +100,7 @@ class DecodeProgram:
             struct.rows, struct.columns = weights.shape
             struct.bias = None if bias is None else self._address(bias)
         self._kept.append(structs)
+        self._dense_columns = max(self._dense_columns, x.shape[1])
         self._add(DecodeStep.DENSE, x, out, count=len(matrices), what=ctypes.addressof(structs))
 
     def packed(self, x: Tensor, linear: CpuExecutor, out: Tensor) -> None:
@@ -172,6 +175,7 @@ class DecodeProgram:
             ctypes.addressof(self._array), len(self._steps), count, threads, int(self.native.best), scratch.data_ptr(),
             rows.cos.data_ptr(), rows.sin.data_ptr(), ctypes.addressof(positions), ctypes.addressof(capacities),
             ctypes.addressof(caches), FLOAT[rows.cache_type], len(picks), ctypes.addressof(picks),
+            0 if self._tiles else -1,
         )  # fmt: skip
         status = self.native.calls.lancebill_decode_step(ctypes.byref(struct))
         if status:
@@ -191,6 +195,7 @@ class DecodeProgram:
 
     def _planned(self, layer: CpuExecutor, form: str) -> tuple[CpuPlan, call.LayerStructs]:
         plan, structs = layer.structs_for(form, self.most_rows)
+        self._tiles = self._tiles and plan.problem.order == FAST
         self._watched.append((layer.tensors.addresses, layer.tensors.addresses()))
         return plan, structs
 
@@ -207,7 +212,7 @@ class DecodeProgram:
         return weights.data_ptr()
 
     def _scratch_for(self, threads: int) -> Tensor:
-        sizes = [1]
+        sizes = [self.native.dense_bytes(self.most_rows, self._dense_columns)]
         for layer, work in self._calls:
             probe = abi.WorkStruct.from_buffer_copy(work)
             probe.threads = threads

@@ -32,7 +32,8 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.router_tensors import RouterTensors
 
-MOST_ROWS = 64  # tokens of a call
+MOST_ROWS = 256  # tokens of a call: each reads and expands all weights
+ALWAYS_NATIVE = 64  # tokens for which native steps never take longer
 _KNOWN = {"dropout", "scaling", "sliding_window"}  # what an attention passes on that a native step follows
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -57,7 +58,7 @@ class NativeDecoder:
         if native is None:
             raise UnsupportedProblem("the CPU kernels are not built")
         self.model, self.program = model, DecodeProgram(native, MOST_ROWS)
-        self.most_tokens = MOST_ROWS  # of a call that takes less time than the model's own; `settle` finds more
+        self.most_tokens = ALWAYS_NATIVE  # of a call that takes less time than the model's own; `settle` finds more
         self._used: list[tuple[Callable[[], object], object]] = []  # what steps were made from, and where it was found
         self.layers, final = _backbone(model)
         angles = rotary_angles(model)
@@ -110,7 +111,7 @@ class NativeDecoder:
         """Find `most_tokens`, knowing how long a small step takes the model itself and takes this."""
         saved = own_seconds - small_seconds
         found = native_limit.most_tokens(self.program.native, self.layers, self.cache_type, saved)
-        self.most_tokens = max(MOST_ROWS, found)
+        self.most_tokens = max(ALWAYS_NATIVE, found)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.angles(self.x, positions.unsqueeze(0))

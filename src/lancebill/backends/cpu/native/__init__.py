@@ -59,6 +59,11 @@ class Library:
             self.raise_status(-size)
         return size
 
+    def dense_bytes(self, rows: int, columns: int) -> int:
+        """Scratch bytes of a dense step of a decode program."""
+        size: int = self.calls.lancebill_dense_bytes(rows, columns)
+        return size
+
     def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, scratch_bytes: int) -> None:
         """Run one layer or linear."""
         scratch = _scratch.at_least(scratch_bytes)
@@ -148,6 +153,8 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_levels.restype = c_uint32
     calls.lancebill_status_text.restype = c_char_p
     calls.lancebill_scratch_bytes.restype = c_int64
+    calls.lancebill_dense_bytes.restype = c_int64
+    calls.lancebill_dense_bytes.argtypes = [c_int64, c_int64]
     calls.lancebill_stream.restype = c_uint64
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]

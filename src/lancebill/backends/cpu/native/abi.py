@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 8
+ABI = 9
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -299,4 +299,5 @@ class DecodeStruct(Structure):
         ("cache_type", c_int32),
         ("picked", c_int32),
         ("picks", c_void_p),
+        ("tile_rows", c_int32),
     ]

@@ -43,6 +43,15 @@ inline float with_sign(float size, float sign) {
   return bits_as<float>(bits_as<uint32_t>(size) | (bits_as<uint32_t>(sign) & 0x80000000u));
 }
 
+// Largest magnitude; NaN counts as the largest. Compares bit patterns, which sort like the numbers.
+inline float largest(const float* values, int64_t count) {
+  int32_t bits = 0;
+  for (int64_t k = 0; k < count; k++) bits = max_of(bits, bits_as<int32_t>(values[k]) & 0x7fffffff);
+  return bits_as<float>(bits);
+}
+
+inline bool finite(float x) { return (bits_as<uint32_t>(x) & kExponentMask) != kExponentMask; }
+
 // fp32 addition does the rounding, half to even: adding 1.5 * 2^23 leaves no fraction bits.
 inline float rint_small(float x) {  // |x| < 2^22
   const float magic = 0x1.8p23f;

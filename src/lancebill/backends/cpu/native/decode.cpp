@@ -5,6 +5,7 @@
 #include "convert.h"
 #include "lancebill.h"
 #include "parallel.h"
+#include "plan.h"
 #include "row_kernels.h"
 
 namespace lancebill {
@@ -13,6 +14,7 @@ namespace {
 constexpr int64_t kTaskBytes = 32 << 10;  // of a dense matrix
 
 const RowKernels* kernels_for(int32_t level) {
+  if (level >= LANCEBILL_AMX && rows_amx != nullptr) return rows_amx();
   if (level >= LANCEBILL_AVX512VNNI && rows_avx512 != nullptr) return rows_avx512();
   if (level >= LANCEBILL_AVX2 && rows_avx2 != nullptr) return rows_avx2();
   if (level == LANCEBILL_NEON && rows_neon != nullptr) return rows_neon();
@@ -34,10 +36,28 @@ struct Run {
     }
   }
 
+  // The rows of x for tiles, in scratch memory; nothing where tiles are not used.
+  DenseInputs tile_inputs(const lancebill_step& step, int64_t columns) const {
+    const int32_t fewest = call.tile_rows == 0 ? kTileRowsByDefault : call.tile_rows;
+    const bool tiles = kernels.tiles != nullptr && call.scratch != nullptr && fewest > 0 && rows >= fewest;
+    if (!tiles || columns % kDenseTileColumns != 0) return {};
+    const int64_t blocks = (rows + kDenseBlock - 1) / kDenseBlock, numbers = kDenseBlock * kDenseParts * columns;
+    uint16_t* start = static_cast<uint16_t*>(call.scratch);
+    const DenseInputs inputs = {start, reinterpret_cast<float*>(start + blocks * numbers)};
+    parallel(call.threads, blocks, [&](int64_t block, int) {
+      const int64_t first = block * kDenseBlock, count = std::min<int64_t>(kDenseBlock, rows - first);
+      kernels.tiles->write(in(step, first), step.in_stride, count, columns,
+                           {inputs.numbers + block * numbers, inputs.factors + first});
+    });
+    return inputs;
+  }
+
   void dense(const lancebill_step& step) const {
     const auto* matrices = static_cast<const lancebill_dense*>(step.what);
     const int64_t bytes = matrices[0].columns * (matrices[0].type == LANCEBILL_F32 ? 4 : 2);
-    const int64_t each = round_up(std::max<int64_t>(kTaskBytes / bytes, 1), kDenseRows);  // rows of a task
+    const DenseInputs inputs = tile_inputs(step, matrices[0].columns);
+    const int64_t multiple = inputs.numbers == nullptr ? kDenseRows : 2 * kDenseTileRows;
+    const int64_t each = round_up(std::max<int64_t>(kTaskBytes / bytes, 1), multiple);  // rows of a task
     int64_t tasks = 0;
     for (int32_t i = 0; i < step.count; i++) tasks += (matrices[i].rows + each - 1) / each;
     parallel(call.threads, tasks, [&](int64_t task, int) {
@@ -49,8 +69,12 @@ struct Run {
         task -= own;
         column += matrix->rows;
       }
-      const int64_t end = std::min<int64_t>((task + 1) * each, matrix->rows);
-      kernels.dense(*matrix, task * each, end, step.input, step.in_stride, rows, step.out + column, step.out_stride);
+      const int64_t first = task * each, end = std::min<int64_t>(first + each, matrix->rows);
+      const bool tiles = inputs.numbers != nullptr && matrix->type == LANCEBILL_BF16;
+      const int64_t tiled = tiles ? end - (end - first) % kDenseTileRows : first;
+      float* out = step.out + column;
+      if (tiled > first) kernels.tiles->multiply(*matrix, first, tiled, inputs, rows, out, step.out_stride);
+      if (end > tiled) kernels.dense(*matrix, tiled, end, step.input, step.in_stride, rows, out, step.out_stride);
     });
   }
 
@@ -155,6 +179,11 @@ struct Run {
 }  // namespace lancebill
 
 using namespace lancebill;
+
+int64_t lancebill_dense_bytes(int64_t rows, int64_t columns) {
+  const int64_t blocks = (rows + kDenseBlock - 1) / kDenseBlock;
+  return blocks * kDenseBlock * static_cast<int64_t>(kDenseParts * columns * sizeof(uint16_t) + sizeof(float));
+}
 
 int32_t lancebill_decode_step(const lancebill_decode* call) {
   if (call == nullptr || call->rows < 1 || call->threads < 1) return LANCEBILL_BAD_WORK;

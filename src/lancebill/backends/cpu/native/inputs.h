@@ -82,15 +82,6 @@ inline void store_row(const float* values, int64_t count, int32_t type, void* ou
   }
 }
 
-// Largest magnitude; NaN counts as the largest. Compares bit patterns, which sort like the numbers.
-inline float largest(const float* values, int64_t count) {
-  int32_t bits = 0;
-  for (int64_t k = 0; k < count; k++) bits = max_of(bits, bits_as<int32_t>(values[k]) & 0x7fffffff);
-  return bits_as<float>(bits);
-}
-
-inline bool finite(float x) { return (bits_as<uint32_t>(x) & kExponentMask) != kExponentMask; }
-
 inline void fill(float* values, int64_t count, float value) {
   for (int64_t k = 0; k < count; k++) values[k] = value;
 }

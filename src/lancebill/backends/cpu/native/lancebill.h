@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 8
+#define LANCEBILL_ABI 9
 
 #ifdef __cplusplus
 extern "C" {
@@ -261,7 +261,7 @@ typedef struct lancebill_decode {
   const lancebill_step *steps;
   int32_t count, rows;
   int32_t threads, level;
-  void *scratch;             /* the largest that lancebill_scratch_bytes gives for a step of this call */
+  void *scratch;             /* the largest that lancebill_scratch_bytes and lancebill_dense_bytes give for a step */
   const float *cos, *sin;    /* [rows][angles] */
   const int64_t *positions;  /* [rows] in its sequence; its keys and values are stored there */
   const int64_t *capacities; /* [rows] tokens that the caches of its sequence have room for */
@@ -269,6 +269,7 @@ typedef struct lancebill_decode {
   int32_t cache_type;        /* enum lancebill_float */
   int32_t picked;
   const int32_t *picks;      /* [picked] rows, ascending */
+  int32_t tile_rows;         /* dense bf16 matrices use AMX tiles from this many rows, as in lancebill_work */
 } lancebill_decode;
 
 enum lancebill_level {
@@ -320,6 +321,9 @@ void lancebill_unwatch(lancebill_mailbox *box);
 int32_t lancebill_route(const lancebill_routing *routing);
 
 int32_t lancebill_decode_step(const lancebill_decode *call);
+
+/* Scratch bytes of a dense step of so many rows and columns of x. */
+int64_t lancebill_dense_bytes(int64_t rows, int64_t columns);
 
 /* Bytes per expert of the packed arrays, for checks: codes, scales, zeros (0 if absent). */
 void lancebill_packed_bytes(const lancebill_matrix *matrix, int32_t gated, int64_t bytes[3]);

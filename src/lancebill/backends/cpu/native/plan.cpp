@@ -10,7 +10,6 @@
 namespace lancebill {
 namespace {
 
-constexpr int kTileRowsByDefault = 6;
 constexpr int kPlaneBase = 128;  // table entries are 128 * high + low: 7-bit planes cannot saturate vpmaddubsw (AVX2)
 constexpr int kMaxEntry = kPlaneBase * kPlaneBase - 1;
 

@@ -13,6 +13,7 @@ constexpr int kRows = 16;         // rows of a row block
 constexpr int kUnit = 64;         // bytes of codes that are decoded together: one cache line
 constexpr int kUnitColumns = 4;   // columns of a unit, for the rows of one block, or of two as nibbles
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
+constexpr int kTileRowsByDefault = 6;  // input rows from which tiles are faster
 
 // Each cache line of codes is prefetched twice: to L2 about kFarBytes before it is read, to L1 about kNearBytes before.
 // One prefetch straight to L1 occupies one of the few L1 fill buffers for the full memory latency, which limits the

@@ -9,6 +9,22 @@ namespace lancebill {
 
 constexpr int kDenseRows = 8;  // rows of a dense matrix that are read at once, at most
 
+// Rows of x as tiles read them (tile_dense.h), in blocks of kDenseBlock rows.
+struct DenseInputs {
+  uint16_t* numbers;  // kDenseParts for each number of x
+  float* factors;     // one for each row
+};
+constexpr int64_t kDenseBlock = 16, kDenseParts = 2;
+
+// Dense bf16 matrices in tiles. The number of columns and all rows `first` and `end` are multiples of these.
+constexpr int64_t kDenseTileRows = 16, kDenseTileColumns = 32;
+struct DenseTiles {
+  // One block of x, which may have fewer rows.
+  void (*write)(const float* x, int64_t x_stride, int64_t rows, int64_t columns, const DenseInputs& block);
+  void (*multiply)(const lancebill_dense& matrix, int64_t first, int64_t end, const DenseInputs& inputs, int64_t count,
+                   float* out, int64_t out_stride);
+};
+
 struct RowKernels {
   void (*dense)(const lancebill_dense& matrix, int64_t first, int64_t end, const float* x, int64_t x_stride,
                 int64_t count, float* out, int64_t out_stride);
@@ -21,6 +37,7 @@ struct RowKernels {
   void (*attend)(const float* q, int64_t heads, const void* keys, const void* values, int32_t type, int64_t dim,
                  int64_t first, int64_t end, float scale, float* out);
   float (*sigmoid)(float x);
+  const DenseTiles* tiles;  // null: none
 };
 
 // Null where they were not built.
@@ -28,5 +45,6 @@ __attribute__((weak)) const RowKernels* rows_portable();
 __attribute__((weak)) const RowKernels* rows_neon();
 __attribute__((weak)) const RowKernels* rows_avx2();
 __attribute__((weak)) const RowKernels* rows_avx512();
+__attribute__((weak)) const RowKernels* rows_amx();
 
 }  // namespace lancebill

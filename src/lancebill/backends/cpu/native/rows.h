@@ -1,7 +1,7 @@
 // What a decode step computes outside quantised matrices, on rows of fp32: norms, dense products, rotary positions,
 // attention. Few rows at a time, so every function reads its weights once and keeps the rows in the first cache.
 //
-// The order of a sum depends neither on the number of rows nor on the threads.
+// The order of a sum depends neither on the number of rows nor on the threads. (Tiles are another order: tile_dense.h.)
 #pragma once
 
 #include "activate.h"
@@ -241,7 +241,7 @@ void attend(const float* q, int64_t heads, const void* keys, const void* values,
 
 float gated(float x) { return sigmoid(x); }
 
-constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, gated};
+constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, gated, nullptr};
 
 }  // namespace
 }  // namespace lancebill

@@ -5,13 +5,14 @@
 #pragma once
 
 #include "prefetch.h"
+#include "tile_config.h"
 #include "tile_fp16.h"
 #include "vector_avx512.h"
 
 namespace lancebill {
 namespace {
 
-constexpr int kTileRows = 16, kTileBytes = 1024, kPair = 2;
+constexpr int kTileBytes = 1024, kPair = 2;
 constexpr int kTileHalves = kTileBytes / 2;
 constexpr int kPassRows = 3 * kTileRows;  // input rows per pass: six of the eight tile registers are accumulators
 constexpr int64_t kRing = 4;              // pairs of weight tiles kept when there is only one pass

@@ -7,23 +7,12 @@
 
 #include "inputs.h"
 #include "prefetch.h"
+#include "tile_config.h"
 #include "tile_expand.h"
 #include "vector_avx512.h"
 
 namespace lancebill {
 namespace {
-
-// The operand of LDTILECFG. With less than a tile of input rows, their tile (6) and its sums (0 and 1) have only as many
-// lines: a product takes as long as it has lines.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-
-  explicit TileConfig(int64_t rows) {
-    if (rows < kTileRows) lines[0] = lines[1] = lines[6] = static_cast<uint8_t>(rows);
-  }
-};
 
 // sums[input tile][block] = up to 48 input rows times two row blocks. With `Expand` the pass also expands the weights.
 template <int InputTiles, bool Expand>
@@ -101,14 +90,10 @@ void tile_pass(int64_t input_tiles, const Expander& weights, int64_t tiles, cons
 struct Amx : Avx512 {
   static constexpr bool tiles = true;
 
-  // Writes an input row as bf16: the upper halves of the fp32 values, which are exact. Rows are scaled by a power of
-  // two, because tile products below 2^-126 count as zero. For TABLE4 the columns are permuted to match the pairs of
-  // `table_unit`. Returns the factor for the sums of this row.
+  // Writes an input row as bf16: the upper halves of the scaled fp32 values, which are exact. For TABLE4 the columns are
+  // permuted to match the pairs of `table_unit`. Returns the factor for the sums of this row.
   static float write_tile_row(const Packed& p, const float* values, uint8_t* record) {
-    const uint32_t target = expands_in_fp16(p) ? kInputExponent : 1;  // of the row's largest value
-    const float peak = largest(values, p.columns);
-    const uint32_t exponent = max_of(bits_as<uint32_t>(peak) & kExponentMask, (target + 1) << 23);
-    const float scale = finite(peak) ? bits_as<float>(((254 + target) << 23) - exponent) : 1;
+    const float scale = tile_row_scale(values, p.columns, expands_in_fp16(p) ? kInputExponent : 1);
     const __m512 input_scale = _mm512_set1_ps(scale);
     const __m512i natural = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i paired = _mm512_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
