@@ -1,4 +1,8 @@
-"""kt-kernel, the CPU kernels of KTransformers: MXFP4 and int4 experts, as its wheel has them."""
+"""kt-kernel, the CPU kernels of KTransformers: MXFP4 and int4 experts, as its wheel has them.
+
+Its AMX kernels take 32 columns to a scale. An int4 group of 64 or 128 columns is given to them as several groups with
+the same scale: the same numbers, but up to 9 % more bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from lancebill.numbers.dtypes import BF16
 from lancebill.numbers.spec import MXFP4, group, int_spec
 
 MOST_TOKENS = 8192
+_COLUMNS = 32  # of a scale
 _pools: dict[int, Any] = {}  # by number of threads: its worker threads never end
 
 
@@ -26,7 +31,7 @@ class KtKernel(Peer):
         import kt_kernel
         from kt_kernel.utils.amx import _select_mxfp4_backend, _select_rawint4_backend
 
-        columns = _group(problem)
+        repeats = _group(problem) // _COLUMNS
         if any(weights.bias(matrix, torch.bfloat16) is not None for matrix in problem.matrices):
             raise SpecError("kt-kernel has no biases")
         extension = kt_kernel.kt_kernel_ext
@@ -42,14 +47,14 @@ class KtKernel(Peer):
             problem.experts, problem.top_k, problem.hidden, problem.intermediate, self.on_gpu.data_ptr()
         )
         config.layer_idx, config.pool, config.max_len = 0, self.pool.backend_, MOST_TOKENS
-        config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, columns, False
-        kept = _matrices(problem, weights)
+        config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, _COLUMNS, False
+        kept = _matrices(problem, weights, repeats)
         at = {name: [[[tensor.data_ptr() for tensor in part]] for part in parts] for name, parts in kept.items()}
         config.gate_projs, config.gate_scales = at["gate"]
         config.up_projs, config.up_scales = at["up"]
         config.down_projs, config.down_scales = at["down"]
         is_float = problem.w13.spec == MXFP4
-        self.moe = (_select_mxfp4_backend() if is_float else _select_rawint4_backend(columns))(config)
+        self.moe = (_select_mxfp4_backend() if is_float else _select_rawint4_backend(_COLUMNS))(config)
         self.order = torch.arange(problem.experts, dtype=torch.int64)
         self.pool.submit(self.moe.load_weights_task(self.order.data_ptr()))
         self.pool.sync()
@@ -78,8 +83,8 @@ def _group(problem: Problem) -> int:
     raise SpecError("kt-kernel is measured with MXFP4 and int4 weights", got=problem.w13.spec)
 
 
-def _matrices(problem: Problem, weights: Weights) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """Codes two per byte and bf16 scales of gate, up and down, by expert. Equal experts are the same tensors."""
+def _matrices(problem: Problem, weights: Weights, repeats: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Codes two per byte and bf16 scales (each repeated) of gate, up and down, by expert; equal experts share them."""
     made: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in ("gate", "up", "down")}
     half = problem.w13.n // 2
     for expert in range(weights.distinct):
@@ -91,6 +96,7 @@ def _matrices(problem: Problem, weights: Weights) -> dict[str, tuple[list[Tensor
         ):
             made[name][0].append(pack_bits(weight.codes[rows].contiguous(), 4, torch.uint8).contiguous())
             level = weight.spec.scales[0]
-            made[name][1].append(level.dtype.decode(weight.scales[0][rows]).bfloat16().contiguous())
+            scales = level.dtype.decode(weight.scales[0][rows]).bfloat16()
+            made[name][1].append(scales.repeat_interleave(repeats, dim=-1).contiguous())
     each = [expert % weights.distinct for expert in range(problem.experts)]
     return {name: ([codes[e] for e in each], [scales[e] for e in each]) for name, (codes, scales) in made.items()}
