@@ -38,4 +38,5 @@ class BatchMaps:
 def wave_maps(numbers: Tensor, waves: int, each: int) -> Tensor:
     """For every wave of `each` experts, the place of each physical id, or -1, given the numbers of copied experts."""
     wave = torch.arange(waves, dtype=torch.int32, device=numbers.device).unsqueeze(1)
-    return torch.where(numbers.div(each, rounding_mode="floor") == wave, numbers % each, -1)
+    others = numbers.div(each, rounding_mode="floor") != wave
+    return (numbers % each).expand(waves, -1).masked_fill(others, -1)

@@ -41,5 +41,5 @@ def rows_of_experts(x: Tensor, dispatch: Indexed, expert_map: Tensor) -> CpuRows
     numbers = used.new_zeros(-(-count // _STEP) * _STEP)
     numbers[:count] = used
     chosen = ids[numbers]
-    chosen[count:] = -1
+    chosen[count:].fill_(-1)  # not by assignment, which may copy the number to the GPU, behind all copies of experts
     return CpuRows(numbers, x[numbers], Indexed(chosen, dispatch.weights[numbers]))
