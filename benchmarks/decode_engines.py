@@ -6,7 +6,9 @@ computes whole.
     python benchmarks/decode_engines.py --model PATH [--tokens 128] [--rounds 5] [--threads 2] [--out FILE]
 
 All engines are in this process and take turns, so that a change of the machine's speed meets all. The first token is
-timed separately and subtracted: the rate is (tokens - 1) over the seconds after the first token. Batch 1, greedy.
+timed separately and subtracted: the rate is (tokens - 1) over the seconds after the first token. Batch 1, greedy. On a
+machine that others use too, `--threads 1 --processor-time` counts seconds of this process instead. At the end vLLM is
+profiled: which part of a step goes to what.
 """
 
 from __future__ import annotations
@@ -24,6 +26,16 @@ import torch
 from machine import origin, package_version, result_path, whole_model_machine
 
 PROMPT = list(range(5, 37))
+PARTS = {  # names of operators on a CPU
+    "experts": ("vllm::lancebill_experts",),
+    "dense": ("_C::onednn_mm", "aten::mm", "aten::addmm", "aten::linear"),
+    "attention": (
+        "vllm::unified_attention_with_output",
+        "vllm::unified_kv_cache_update",
+        "_C::cpu_attention_with_kv_cache",
+        "_C::cpu_attn_reshape_and_cache",
+    ),
+}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -40,9 +52,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens in each run")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; the median counts")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of each engine")
+    parser.add_argument("--processor-time", action="store_true", help="not wall-clock time; needs one thread")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/decode-engines")
     chosen = parser.parse_args()
+    if chosen.processor_time and chosen.threads != 1:
+        parser.error("with --processor-time give --threads 1: it counts the time of all threads")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
@@ -56,13 +71,13 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(chosen.rounds):
         for name, run in engines.items():
-            rates[name].append(decode_rate(run, chosen.tokens))
+            rates[name].append(decode_rate(run, chosen.tokens, clock_of(chosen)))
         print({name: round(found[-1], 2) for name, found in rates.items()}, flush=True)
-    save(chosen, rates)
+    save(chosen, rates, shares_of_time(lambda: engines["vllm"](chosen.tokens)))
 
 
 def transformers_engine(chosen: argparse.Namespace) -> Callable[[int], None]:
-    """Generates a number of tokens with the model's own steps; on a CPU `model.generate` computes them natively."""
+    """Generates a number of tokens with transformers' own steps (`disable_compile`) around lancebill's experts."""
     import lancebill
 
     model = lancebill.from_pretrained(chosen.model, device=chosen.device, dtype=chosen.dtype)
@@ -120,19 +135,35 @@ def vllm_engine(chosen: argparse.Namespace) -> Callable[[int], None]:
     return run
 
 
-def decode_rate(run: Callable[[int], None], tokens: int) -> float:
+def clock_of(chosen: argparse.Namespace) -> Callable[[], float]:
+    return time.process_time if chosen.processor_time else time.perf_counter
+
+
+def decode_rate(run: Callable[[int], None], tokens: int, clock: Callable[[], float]) -> float:
     """Tokens per second after the first."""
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = clock()
         run(count)
-        return time.perf_counter() - start
+        return clock() - start
 
     first = seconds(1)
     return (tokens - 1) / (seconds(tokens) - first)
 
 
-def save(chosen: argparse.Namespace, rates: dict[str, list[float]]) -> None:
+def shares_of_time(run: Callable[[], None]) -> dict[str, float]:
+    """Which part of a run's operators each group of `PARTS` takes, and all others together."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run()
+    spent = {event.key: float(event.self_cpu_time_total) for event in trace.key_averages()}
+    total = sum(spent.values())
+    shares = {part: sum(spent.get(name, 0.0) for name in names) / total for part, names in PARTS.items()}
+    return {part: round(share, 3) for part, share in (shares | {"other": 1 - sum(shares.values())}).items()}
+
+
+def save(chosen: argparse.Namespace, rates: dict[str, list[float]], shares: dict[str, float]) -> None:
     medians = {name: statistics.median(found) for name, found in rates.items()}
     document = {
         **origin(Path(__file__).name),
@@ -142,9 +173,11 @@ def save(chosen: argparse.Namespace, rates: dict[str, list[float]]) -> None:
         "dtype": chosen.dtype,
         "threads": chosen.threads,
         "compiled": not chosen.eager,
+        "clock": "processor time" if chosen.processor_time else "wall clock",
         "tokens_per_second": {name: [round(rate, 2) for rate in found] for name, found in rates.items()},
         "medians": {name: round(median, 2) for name, median in medians.items()},
         "vllm_over_transformers": round(medians["vllm"] / medians["transformers"], 3),
+        "shares_of_vllm": shares,
     }
     path = chosen.out or result_path("decode-engines", chosen.device)
     path.write_text(json.dumps(document, indent=1) + "\n")

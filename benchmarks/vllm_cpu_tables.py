@@ -119,9 +119,12 @@ def _decode_line(file: ResultFile) -> str:
     run = file.record
     mode, medians = "compiled" if run["compiled"] else "eager", run["medians"]
     native = f", the native steps of `lancebill generate` {medians['native']:.1f}" if "native" in medians else ""
+    threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
+    second = "second of processor time" if run.get("clock") == "processor time" else "second"
+    shares = ", ".join(f"{part} {share:.0%}" for part, share in run.get("shares_of_vllm", {}).items())
     return (
-        f"Decode of one sequence with lancebill's experts, {run['dtype']}, {run['threads']} threads, median of "
-        f"{len(run['tokens_per_second']['vllm'])} turns: vLLM {run['vllm']} ({mode}) {medians['vllm']:.1f} tokens/s, "
-        f"transformers' `generate` {medians['transformers']:.1f} ({run['vllm_over_transformers']:.2f}x){native}; "
-        f"{links(file.name)}\n"
+        f"Decode of one sequence with lancebill's experts, {run['dtype']}, {threads}, tokens per {second}, median of "
+        f"{len(run['tokens_per_second']['vllm'])} turns: vLLM {run['vllm']} ({mode}) {medians['vllm']:.1f}, "
+        f"transformers' own steps {medians['transformers']:.1f} ({run['vllm_over_transformers']:.2f}x){native}"
+        f"{f'; where the time of vLLM goes: {shares}' if shares else ''}; {links(file.name)}\n"
     )

@@ -137,6 +137,7 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "tokens_per_second": {"transformers": [9.0, 10.0, 11.0], "vllm": [17.0, 18.0, 19.0]},
             "medians": {"transformers": 10.0, "vllm": 18.0},
             "vllm_over_transformers": 1.8,
+            "shares_of_vllm": {"experts": 0.25, "other": 0.75},
         },
     }
     for table, record in records.items():
@@ -147,7 +148,8 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "of a log-probability is 2.0e-06" in text and "each family that ran, in fp32" in text
     assert "| mixtral | 1 of 2 | 2.0e-06 |" in text
     assert "| mxfp4 | 25.0% ± 5.0% | 25.0% ± 5.0% | 0.5 | 1 |" in text
-    assert "transformers' `generate` 10.0 (1.80x)" in text and "18.0" in text
+    assert "2 threads, tokens per second, median of 3 turns: vLLM 0.32.0 (compiled) 18.0, transformers' own" in text
+    assert "steps 10.0 (1.80x); where the time of vLLM goes: experts 25%, other 75%; [" in text
 
 
 def load_case(tokens_out: int, rate: float) -> dict[str, Any]:
