@@ -12,6 +12,7 @@ namespace lancebill {
 namespace {
 
 constexpr int64_t kTaskBytes = 32 << 10;  // of a dense matrix
+constexpr int64_t kTaskRows = 8;          // of what is computed row by row
 
 const RowKernels* kernels_for(int32_t level) {
   if (level >= LANCEBILL_AMX && rows_amx != nullptr) return rows_amx();
@@ -29,11 +30,30 @@ struct Run {
   const float* in(const lancebill_step& step, int64_t row) const { return step.input + row * step.in_stride; }
   float* out(const lancebill_step& step, int64_t row) const { return step.out + row * step.out_stride; }
 
+  // one(row) for all rows; few of them are computed sooner than other threads could take them.
+  template <class Function>
+  void each_row(const Function& one) const {
+    const int64_t each = rows >= 2 * kTaskRows ? kTaskRows : rows;
+    parallel(call.threads, (rows + each - 1) / each, [&](int64_t task, int) {
+      for (int64_t row = task * each; row < std::min<int64_t>((task + 1) * each, rows); row++) one(row);
+    });
+  }
+
   void norm(const lancebill_step& step) const {
     const float* weights = static_cast<const float*>(step.what);
-    for (int64_t row = 0; row < rows; row++) {
-      kernels.norm(in(step, row), weights, step.width, step.number, out(step, row));
-    }
+    each_row([&](int64_t row) { kernels.norm(in(step, row), weights, step.width, step.number, out(step, row)); });
+  }
+
+  void add(const lancebill_step& step) const {
+    const auto* by = static_cast<const float*>(step.what);  // one number for each row, through a sigmoid
+    each_row([&](int64_t row) {
+      kernels.add(in(step, row), by == nullptr ? step.number : kernels.sigmoid(by[row]), step.width, out(step, row));
+    });
+  }
+
+  void gate(const lancebill_step& step) const {
+    const auto& how = *static_cast<const lancebill_layer*>(step.what);
+    each_row([&](int64_t row) { kernels.gate(how, in(step, row), step.width, out(step, row)); });
   }
 
   // The rows of x for tiles, in scratch memory; nothing where tiles are not used.
@@ -113,7 +133,7 @@ struct Run {
     const auto& heads = *static_cast<const lancebill_heads*>(step.what);
     const int64_t dim = heads.dim, size = call.cache_type == LANCEBILL_F32 ? 4 : 2;
     const int64_t window = heads.window > 0 ? heads.window : INT64_MAX;
-    for (int64_t row = 0; row < rows; row++) {
+    each_row([&](int64_t row) {
       float* queries = const_cast<float*>(in(step, row));
       float *keys = queries + heads.queries * dim, *values = keys + heads.keys * dim;
       for (int32_t head = 0; head < heads.queries + heads.keys; head++) {
@@ -127,7 +147,7 @@ struct Run {
         kernels.store(keys + head * dim, dim, call.cache_type, cache(row, heads.layer, 0), place);
         kernels.store(values + head * dim, dim, call.cache_type, cache(row, heads.layer, 1), place);
       }
-    }
+    });
     const int64_t shared = heads.queries / heads.keys;  // heads with the same keys
     const int64_t each = int64_t{rows} * heads.keys >= 2 * call.threads ? shared : 1;
     parallel(call.threads, int64_t{rows} * heads.queries / each, [&](int64_t task, int) {
@@ -152,24 +172,14 @@ struct Run {
       case LANCEBILL_STEP_EXPERTS: return packed(step, true);
       case LANCEBILL_STEP_ROUTE: return route(step);
       case LANCEBILL_STEP_ATTENTION: return attention(step), LANCEBILL_OK;
-      case LANCEBILL_STEP_ADD:
-        for (int64_t row = 0; row < rows; row++) {
-          const auto* by = static_cast<const float*>(step.what);  // one number for each row, through a sigmoid
-          const float factor = by == nullptr ? step.number : kernels.sigmoid(by[row]);
-          kernels.add(in(step, row), factor, step.width, out(step, row));
-        }
-        return LANCEBILL_OK;
+      case LANCEBILL_STEP_ADD: return add(step), LANCEBILL_OK;
       case LANCEBILL_STEP_PICK:
         rows = call.picked;
         for (int64_t row = 0; row < rows; row++) {
           std::copy_n(in(step, call.picks[row]), step.width, out(step, row));
         }
         return LANCEBILL_OK;
-      case LANCEBILL_STEP_GATE:
-        for (int64_t row = 0; row < rows; row++) {
-          kernels.gate(*static_cast<const lancebill_layer*>(step.what), in(step, row), step.width, out(step, row));
-        }
-        return LANCEBILL_OK;
+      case LANCEBILL_STEP_GATE: return gate(step), LANCEBILL_OK;
       default: return LANCEBILL_BAD_WORK;
     }
   }
