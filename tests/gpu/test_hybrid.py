@@ -30,6 +30,7 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.bit_packing import Nibbles
+from lancebill.numbers.unusual import assuming
 from lancebill.split import executor as executors
 from lancebill.split import gpu_queues, host_calls, large_batches, mailbox, streamed
 from lancebill.split.recorded import record
@@ -292,6 +293,42 @@ def test_copied_experts_compute_the_whole_layer(
         assert any(ways.streamed and ways.cpu for ways in sent), sent
     given = inputs(100)
     assert torch.equal(run(split, given), run(split, given))
+
+
+def test_large_batches_of_two_streams_do_not_share_buffers_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stream is kept busy, so that its batch would still be packing when the other one fills the buffers."""
+    monkeypatch.setattr(large_batches, "measure_rates", lambda *given: RATES["all copied"])
+    monkeypatch.setattr(large_batches, "_RATES", {})
+    monkeypatch.setattr(large_batches, "_STAGES", {})
+    split, first = load(folder, gpu_experts=5), inputs(1500)
+    others = 8 + torch.rand(1500, 8, device="cuda").topk(SIZE.top_k).indices  # so waves have other experts
+    given = [first, (first[0], others, first[2])]
+    monkeypatch.setattr(streamed, "WAVE_BYTES", 3 * split.host_experts.report.bytes // 11)  # type: ignore[union-attr]
+    want, own = [run(split, each) for each in given], split.executor.own  # type: ignore[attr-defined]
+    streams, compute = [torch.cuda.Stream() for _ in given], own.run
+    torch.cuda.synchronize()
+
+    pack = streamed.Stage.pack_wave
+
+    def slowly(*arguments: Any) -> Tensor:
+        torch.cuda._sleep(20_000_000)
+        return compute(*arguments)
+
+    def unasked(*arguments: Any) -> None:
+        with assuming():  # the answer to a question would make the host wait for the end of the batch
+            pack(*arguments)
+
+    monkeypatch.setattr(own, "run", slowly)
+    monkeypatch.setattr(streamed.Stage, "pack_wave", unasked)
+    for _ in range(3):
+        made = []
+        for stream, each in zip(streams, given):
+            with torch.cuda.stream(stream):
+                made.append(run(split, each))
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(made, want))
 
 
 STREAMED = ("mxfp4", "int4-g128", "int4-g32-zp", "int8-channel", "fp8-block")

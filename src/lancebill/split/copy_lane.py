@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +23,17 @@ class CudaLane:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._released = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._one_at_a_time, self._ended = threading.Lock(), torch.cuda.Event()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """The buffers belong to one batch: one of another stream must have ended before."""
+        with self._one_at_a_time:
+            self._ended.synchronize()
+            try:
+                yield
+            finally:
+                self._ended.record(torch.cuda.current_stream(self.device))
 
     def begin_batch(self) -> None:
         """Buffers are read by earlier work of the caller's stream only: let copies wait for it."""

@@ -85,10 +85,12 @@ class HostCalls:
     def __del__(self) -> None:
         self._wait()
 
-    def queue(self, queue: Queue, host: Executor, expert_map: Tensor, x: Tensor, dispatch: Indexed) -> Tensor:
+    def queue(
+        self, queue: Queue, host: Executor, expert_map: Tensor, x: Tensor, dispatch: Indexed, *, fetch: bool = False
+    ) -> Tensor:
         """Queue the CPU's part of a call; x, ids and weights are dense. Returns its sums [M, H] in fp32.
 
-        They are there when the queue has come so far, and until the next call.
+        They are there when the queue has come so far, and until the next call; `fetch`: not in host memory.
         """
         if not isinstance(host, CpuExecutor):
             raise UnsupportedProblem(
@@ -98,7 +100,7 @@ class HostCalls:
             )
         self.check()
         given = x, dispatch.ids, dispatch.weights
-        if x.shape[0] <= MOST_ROWS:
+        if x.shape[0] <= MOST_ROWS and not fetch:
             return self._step(queue, host, expert_map, given).out
         sums = torch.empty_like(x, dtype=torch.float32)
         for pieces in zip(*(tensor.split(MOST_ROWS) for tensor in (*given, sums))):

@@ -74,11 +74,15 @@ class LargeBatches:
         return choose_ways(count_tokens(dispatch.ids, host_map), dispatch.ids.shape[0], self.size, rates)
 
     def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor) -> Tensor:
-        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
-
-        The wire takes longest, so the copies of the first wave are queued before everything else.
-        """
+        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's."""
         stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
+        with lane.batch():
+            return self._run(stage, lane, x, dispatch, host_map, ways, out)
+
+    def _run(
+        self, stage: Stage, lane: CudaLane, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor
+    ) -> Tensor:
+        """The wire takes longest, so the copies of the first wave are queued before everything else."""
         waves = waves_of(ways.streamed, stage.experts)
         lane.begin_batch()
         self._copy(stage, lane, waves, 0)
@@ -91,7 +95,7 @@ class LargeBatches:
                 rows = rows_of_experts(x, dispatch, on_cpu) if ways.rows < x.shape[0] else None
                 given, slots = (x, dispatch) if rows is None else (rows.x, rows.dispatch)
                 side = SideStream(x.device)
-                sums = self.host.calls.queue(side, self.host.executor, places, given, slots)
+                sums = self.host.calls.queue(side, self.host.executor, places, given, slots, fetch=True)
             self._copy(stage, lane, waves, 1)
             maps = wave_maps(copied, len(waves), stage.experts)
             with assuming() as flags:  # an answer at once would make the host wait for every wave

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,11 @@ class OrderedLane:
         self.busy: set[int] = set()
         self.ready: set[int] = set()
         self.copied = 0
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        yield
+        assert not self.busy, "the next batch may fill all buffers"
 
     def begin_batch(self) -> None:
         assert not self.busy
