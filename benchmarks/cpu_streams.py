@@ -4,7 +4,9 @@
                                      [--steps 20] [--threads N] [--out FILE] [--note WORDS]
 
 Without `--model` the model has random weights, with experts in MXFP4 and all else in bf16 as the demo's. `steps` are
-milliseconds of one native step with so many sequences, in turns. `served` is what `lancebill bench-serve` measures,
+milliseconds of one native step with so many sequences, in turns. `prompts` are those of the first step of one and of
+several prompts, native and of the model's own operators, and `most_tokens` up to how many tokens native ones are used;
+`split` says what takes the time of each native step. `served` is what `lancebill bench-serve` measures,
 with one stream and with several in turns, of `lancebill serve` on as many threads; prompts have 16 words.
 """
 
@@ -27,11 +29,14 @@ from machine import origin, result_path, whole_model_machine
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import lancebill
+from lancebill.backends.cpu.decode_program import DecodeProgram, DecodeRows
 from lancebill.cli.convert import run_conversion, target_of
 from lancebill.cli.engines import running_server
 from lancebill.cli.models import small_steps
 from lancebill.errors import LaunchError
 from lancebill.evaluate.load import Load, run_load
+from lancebill.integrations.transformers.native_decoder import NativeDecoder
+from lancebill.integrations.transformers.native_limit import NO_LIMIT
 from lancebill.serving.ragged import RaggedModel, runner
 
 VOCABULARY = 49152
@@ -49,8 +54,14 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)  # of the server
     with model_folder(chosen.model) as folder:
-        steps = step_times(folder, chosen)
-        print(json.dumps(steps), flush=True)
+        model = lancebill.from_pretrained(folder, device="cpu")
+        ragged = runner(model, small_steps(model))
+        if not isinstance(ragged, RaggedModel) or not isinstance(ragged.small, NativeDecoder):
+            raise SystemExit("this model has no native steps")
+        steps, prompts = step_times(ragged, chosen), prompt_times(ragged, chosen)
+        split = split_times(ragged, ragged.small, chosen)
+        for part in (steps, prompts, split):
+            print(json.dumps(part), flush=True)
         try:
             streams = served(folder, chosen)
         except LaunchError as error:  # uvicorn is not installed, for example
@@ -62,6 +73,9 @@ def main() -> None:
             "threads": chosen.threads,
             "note": chosen.note,
             "steps": steps,
+            "prompts": prompts,
+            "most_tokens": ragged.small.most_tokens,
+            "split": split,
             "served": streams,
             "load": os.getloadavg()[0],
         }
@@ -112,12 +126,8 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def step_times(folder: Path, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def step_times(steps: RaggedModel, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each number of sequences."""
-    model = lancebill.from_pretrained(folder, device="cpu")
-    steps = runner(model, small_steps(model))
-    if not isinstance(steps, RaggedModel) or steps.small is None:
-        raise SystemExit("this model has no native steps")
     taken: dict[int, list[float]] = {count: [] for count in chosen.rows}
     for _ in range(chosen.turns):
         for count, seconds in taken.items():
@@ -134,10 +144,15 @@ def step_times(folder: Path, chosen: argparse.Namespace) -> list[dict[str, Any]]
     ]
 
 
+def random_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[int]] = torch.randint(5, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+    return found
+
+
 def timed_steps(steps: RaggedModel, count: int, repeats: int) -> list[float]:
     """Seconds of greedy steps; every sequence has a prompt of its own."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(5, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+    prompts = random_prompts(count)
     sequences = [steps.new_sequence() for _ in prompts]
     logits = torch.cat([steps.step([sequence], [prompt]) for sequence, prompt in zip(sequences, prompts)])
     taken = []
@@ -147,6 +162,62 @@ def timed_steps(steps: RaggedModel, count: int, repeats: int) -> list[float]:
         logits = steps.step(sequences, new)
         taken.append(time.perf_counter() - start)
     return taken
+
+
+def prompt_times(steps: RaggedModel, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each number of prompts: the fastest first step, of both ways."""
+    ways = {"native_ms": steps, "own_ms": RaggedModel(steps.model)}
+    assert steps.small is not None
+    before, steps.small.most_tokens = steps.small.most_tokens, NO_LIMIT
+    found = []
+    for count in (1, chosen.streams):
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(2 * chosen.turns):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way.step([way.new_sequence() for _ in range(count)], random_prompts(count))
+                taken[name].append(time.perf_counter() - start)
+        row: dict[str, Any] = {name: round(1e3 * min(seconds), 2) for name, seconds in taken.items()}
+        found.append({"prompts": count, "tokens": PROMPT, **row})
+    steps.small.most_tokens = before
+    return found
+
+
+def split_times(steps: RaggedModel, decoder: NativeDecoder, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fastest milliseconds of each kind of native step alone, for single tokens and for prompts."""
+    return [
+        {"sequences": count, "tokens": tokens, **split_of(steps, decoder, count, tokens, chosen.steps)}
+        for tokens in (1, PROMPT)
+        for count in (1, chosen.streams)
+    ]
+
+
+def split_of(steps: RaggedModel, decoder: NativeDecoder, count: int, tokens: int, repeats: int) -> dict[str, float]:
+    prompts, seen = [prompt[:tokens] for prompt in random_prompts(count)], Calls(decoder.program)
+    sequences, before = [steps.new_sequence() for _ in prompts], decoder.most_tokens
+    decoder.program, decoder.most_tokens = seen, NO_LIMIT  # type: ignore[assignment]
+    steps.step(sequences, prompts)
+    decoder.program, decoder.most_tokens = seen.program, before
+    parts = {"all": seen.program, **seen.program.parts()}
+    taken: dict[str, float] = dict.fromkeys(parts, float("inf"))
+    for _ in range(repeats):
+        for name, part in parts.items():
+            start = time.perf_counter()
+            part.run(seen.rows[0])
+            taken[name] = min(taken[name], time.perf_counter() - start)
+    return {name: round(1e3 * seconds, 3) for name, seconds in taken.items()}
+
+
+class Calls:
+    """A program that keeps the rows of its calls."""
+
+    def __init__(self, program: DecodeProgram) -> None:
+        self.program = program
+        self.rows: list[DecodeRows] = []
+
+    def run(self, rows: DecodeRows) -> None:
+        self.rows.append(rows)
+        self.program.run(rows)
 
 
 def served(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:

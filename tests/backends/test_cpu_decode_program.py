@@ -55,7 +55,7 @@ def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-@pytest.mark.parametrize("size", [1e-37, 1e30, float("inf")])
+@pytest.mark.parametrize("size", [1e-37, 1e30, float("inf"), float("nan")])
 def test_dense_rows_of_any_size(level: object, size: float) -> None:
     torch.manual_seed(0)
     steps, weights = program(level, 18), torch.rand(32, 64).bfloat16() + 1
@@ -63,7 +63,7 @@ def test_dense_rows_of_any_size(level: object, size: float) -> None:
     x[3] *= size
     steps.dense(x, [(weights, None)], out)
     run(steps, 18)
-    torch.testing.assert_close(out.double(), x.double() @ weights.double().t(), rtol=2e-5, atol=0)
+    torch.testing.assert_close(out.double(), x.double() @ weights.double().t(), rtol=2e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -119,6 +119,21 @@ def test_norms_gates_sums_and_picks(level: object) -> None:
     torch.testing.assert_close(normed[:2].double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gated[:2].double(), F.silu(want[:, :25]) * want[:, 25:], rtol=1e-4, atol=1e-5)
     assert not normed[2:].any()
+
+
+def test_parts_are_the_steps_of_each_kind() -> None:
+    steps = program(LEVELS[-1], 3)
+    x, normed, out = steps.buffer("x", 8).fill_(2), steps.buffer("normed", 8).zero_(), steps.buffer("out", 4).zero_()
+    steps.norm(x, torch.ones(8), 0.0, normed)
+    steps.add(x, x)
+    steps.pick(x, normed)
+    steps.dense(normed, [(torch.ones(4, 8), None)], out)
+    parts = steps.parts()
+    assert list(parts) == ["norm", "add", "head"]
+    run(parts["norm"], 3)
+    assert normed.eq(1).all() and x.eq(2).all() and not out.any()
+    run(parts["head"], 3, picks=(2,))
+    assert out[0].eq(16).all() and not out[1:].any()
 
 
 def test_a_matrix_that_cannot_be_read_raises() -> None:

@@ -6,6 +6,7 @@ weights; `current` says whether they are still where they were.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,17 @@ class DecodeProgram:
     def current(self) -> bool:
         """Whether all weights are where they were."""
         return all(now() == before for now, before in self._watched)
+
+    def parts(self) -> dict[str, DecodeProgram]:
+        """The steps in a program for each kind, to measure them; `head` is all that follows `pick`."""
+        found: dict[str, DecodeProgram] = {}
+        for step in self._steps:
+            name = "head" if step.kind == DecodeStep.PICK or "head" in found else DecodeStep(step.kind).name.lower()
+            if name not in found:
+                found[name] = copy.copy(self)
+                found[name]._steps, found[name]._array = [], None
+            found[name]._steps.append(step)
+        return found
 
     def run(self, rows: DecodeRows) -> None:
         """All steps, for as many rows as there are positions."""

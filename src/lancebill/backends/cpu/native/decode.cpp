@@ -56,11 +56,17 @@ struct Run {
     each_row([&](int64_t row) { kernels.gate(how, in(step, row), step.width, out(step, row)); });
   }
 
+  static bool uses_tiles(const lancebill_dense& matrix) {
+    return matrix.type == LANCEBILL_BF16 && matrix.rows >= kDenseTileRows && matrix.columns % kDenseTileColumns == 0;
+  }
+
   // The rows of x for tiles, in scratch memory; nothing where tiles are not used.
-  DenseInputs tile_inputs(const lancebill_step& step, int64_t columns) const {
+  DenseInputs tile_inputs(const lancebill_step& step) const {
+    const auto* matrices = static_cast<const lancebill_dense*>(step.what);
     const int32_t fewest = call.tile_rows == 0 ? kTileRowsByDefault : call.tile_rows;
     const bool tiles = kernels.tiles != nullptr && call.scratch != nullptr && fewest > 0 && rows >= fewest;
-    if (!tiles || columns % kDenseTileColumns != 0) return {};
+    if (!tiles || std::none_of(matrices, matrices + step.count, uses_tiles)) return {};
+    const int64_t columns = matrices[0].columns;
     const int64_t blocks = (rows + kDenseBlock - 1) / kDenseBlock, numbers = kDenseBlock * kDenseParts * columns;
     uint16_t* start = static_cast<uint16_t*>(call.scratch);
     const DenseInputs inputs = {start, reinterpret_cast<float*>(start + blocks * numbers)};
@@ -75,7 +81,7 @@ struct Run {
   void dense(const lancebill_step& step) const {
     const auto* matrices = static_cast<const lancebill_dense*>(step.what);
     const int64_t bytes = matrices[0].columns * (matrices[0].type == LANCEBILL_F32 ? 4 : 2);
-    const DenseInputs inputs = tile_inputs(step, matrices[0].columns);
+    const DenseInputs inputs = tile_inputs(step);
     const int64_t multiple = inputs.numbers == nullptr ? kDenseRows : 2 * kDenseTileRows;
     const int64_t each = round_up(std::max<int64_t>(kTaskBytes / bytes, 1), multiple);  // rows of a task
     int64_t tasks = 0;
@@ -90,7 +96,7 @@ struct Run {
         column += matrix->rows;
       }
       const int64_t first = task * each, end = std::min<int64_t>(first + each, matrix->rows);
-      const bool tiles = inputs.numbers != nullptr && matrix->type == LANCEBILL_BF16;
+      const bool tiles = inputs.numbers != nullptr && uses_tiles(*matrix);
       const int64_t tiled = tiles ? end - (end - first) % kDenseTileRows : first;
       float* out = step.out + column;
       if (tiled > first) kernels.tiles->multiply(*matrix, first, tiled, inputs, rows, out, step.out_stride);
@@ -123,7 +129,7 @@ struct Run {
     routing.logits_type = LANCEBILL_F32;
     routing.stride = step.in_stride;
     routing.tokens = rows;
-    routing.threads = 1;
+    routing.threads = call.threads;
     return lancebill_route(&routing);
   }
 

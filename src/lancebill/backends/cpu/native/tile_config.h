@@ -20,6 +20,9 @@ struct alignas(64) TileConfig {
   }
 };
 
+// The compiler's own function says that only the first eight bytes are read, so the others might never be written.
+inline void load_tile_config(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
+
 // The power of two that brings the largest value of a row to between 2^target and twice that; 1 if it is not finite. Rows
 // are scaled because tile products below 2^-126 count as zero.
 inline float tile_row_scale(const float* values, int64_t count, uint32_t target) {

@@ -140,7 +140,7 @@ LANCEBILL_INLINE void dense_blocks(const lancebill_dense& m, int64_t row, const 
 void tile_dense(const lancebill_dense& m, int64_t first, int64_t end, const DenseInputs& inputs, int64_t count,
                 float* out, int64_t out_stride) {
   const TileConfig config;
-  _tile_loadconfig(&config);
+  load_tile_config(config);
   int64_t row = first;
   for (; row + 2 * kTileRows <= end; row += 2 * kTileRows) dense_blocks<2>(m, row, inputs, count, out, out_stride);
   if (row < end) dense_blocks<1>(m, row, inputs, count, out, out_stride);

@@ -115,7 +115,7 @@ struct Amx : Avx512 {
     uint16_t* buffer = reinterpret_cast<uint16_t*>(row_buffers(call, thread).values + 3 * call.row_floats);
     const int64_t count = p.columns / kTileColumns;
     const TileConfig config(end - slot);
-    _tile_loadconfig(&config);
+    load_tile_config(config);
     alignas(64) float sums[kPassRows / kTileRows][kPair][kTileRows * kRows];
     for (int64_t block = low; block < high; block += kPair) {
       const int64_t blocks = min_of<int64_t>(kPair, high - block);
