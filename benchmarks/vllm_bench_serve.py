@@ -3,9 +3,10 @@
 python benchmarks/vllm_bench_serve.py --out FILE.json MODEL:BACKEND [MODEL:BACKEND ...]
 
 Every server runs all the time, each on its share of the GPU's memory; only one is asked at a time, on the same cores as
-the others before. Servers and clients are forked from one process that has imported vLLM. The file is written after
-every case, so a run that is cut short keeps what it has. A tokenizer of one word for each id lets prompts have exactly
-the lengths that are asked for. At the end each server is profiled while it answers one prompt.
+the others before. Models are measured in the order they are named in; a case `MODEL=CASE` is for one of them alone.
+Servers and clients are forked from one process that has imported vLLM. The file is written after every case, so a run
+that is cut short keeps what it has. A tokenizer of one word for each id lets prompts have exactly the lengths that are
+asked for. At the end each server is profiled while it answers one prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from itertools import product
@@ -49,8 +51,7 @@ def main() -> None:
         write()
         warm_up(servers, arguments.cases, arguments.limit)
         cores = put_on_cores(servers, record)
-        asked = product(range(arguments.trials), arguments.cases, servers)
-        for trial, case, server in ((t, c, s) for t, c, s in asked for _ in range(c.repeats)):
+        for trial, case, server in in_turns(servers, arguments.cases, arguments.trials):
             if time.monotonic() > end_of_time:
                 break
             others = [other.process for other in servers if other is not server]
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("engines", nargs="+", type=Engine.parse, metavar="MODEL:BACKEND")
     parser.add_argument("--out", required=True)
     parser.add_argument("--models", default="build/models", help="folder for configs and checkpoints")
-    parser.add_argument("--cases", nargs="+", type=Case.parse, default=["128@32:65536/1", "256@64:1/4096"])
+    parser.add_argument("--cases", nargs="+", default=["128@32:65536/1", "256@64:1/4096"])
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case is begun after this time")
     parser.add_argument("--limit", type=int, default=120, help="seconds for all starts and for a case")
@@ -82,8 +83,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens in one part of a streamed answer")
     parser.add_argument("--profile", action="store_true", help="also GPU time of a step of one sequence")
     arguments = parser.parse_args()
-    arguments.cases = [case if isinstance(case, Case) else Case.parse(case) for case in arguments.cases]
+    try:
+        arguments.cases = cases_of_models(arguments.cases, [engine.model for engine in arguments.engines])
+    except (KeyError, ValueError) as error:
+        parser.error(f"--cases: {error}")
     return arguments
+
+
+def cases_of_models(words: Sequence[str], models: Sequence[str]) -> dict[str, list[Case]]:
+    """The cases of each model: `CASE` is for all of them, `MODEL=CASE` for one."""
+    found: dict[str, list[Case]] = {model: [] for model in models}
+    for word in words:
+        model, named, case = word.rpartition("=")
+        for each in [model] if named else found:
+            found[each].append(Case.parse(case))
+    return found
+
+
+def in_turns(
+    servers: Sequence[Server], cases: dict[str, list[Case]], trials: int
+) -> Iterator[tuple[int, Case, Server]]:
+    """Servers of one model take turns; the next model comes when all its trials are done."""
+    for model in cases:
+        compared = [server for server in servers if server.engine.model == model]
+        for trial, case, server in product(range(trials), cases[model], compared):
+            yield from [(trial, case, server)] * case.repeats
 
 
 def prepare(models: list[str], root: Path) -> None:

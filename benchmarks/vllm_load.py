@@ -77,10 +77,12 @@ def load_tokenizers(folders: Sequence[Path]) -> None:
         serve.get_tokenizer(str(folder), tokenizer_mode="auto", trust_remote_code=False)
 
 
-def warm_up(servers: Sequence[Server], cases: Sequence[Case], limit: int) -> None:
+def warm_up(servers: Sequence[Server], cases: dict[str, list[Case]], limit: int) -> None:
     """All servers at once: nothing is timed."""
-    for case in cases:
-        asked = [(server, start_client(server, case.warm_up, 0)) for server in servers]
+    shapes = {model: [case.warm_up for case in of_model] for model, of_model in cases.items()}
+    for shape in dict.fromkeys(shape for of_model in shapes.values() for shape in of_model):
+        chosen = [server for server in servers if shape in shapes[server.engine.model]]
+        asked = [(server, start_client(server, shape, 0)) for server in chosen]
         for server, client in asked:
             failure = wait_for(client, limit, client_log(server))
             if failure is not None:

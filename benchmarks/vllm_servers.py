@@ -129,7 +129,7 @@ def running(arguments: argparse.Namespace, root: Path, out: Path, record: dict[s
 
 def server_words(engine: Engine, arguments: argparse.Namespace) -> list[str]:
     """Options of the server; each has its share of the GPU's memory."""
-    cases = arguments.cases
+    cases = arguments.cases[engine.model]
     longest = max(case.tokens_in + case.tokens_out for case in cases)
     sizes = Sizes(
         kv_gib=arguments.kv_gib,

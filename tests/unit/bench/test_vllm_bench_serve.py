@@ -40,6 +40,21 @@ def test_a_case_and_its_warm_up() -> None:
     assert (prefill.rate(figures), decode.rate(figures)) == (400.0, 20.0)
 
 
+def test_models_have_cases_of_their_own_and_come_one_after_the_other(tmp_path: Path) -> None:
+    cases = vllm_bench_serve.cases_of_models(["4@2:8/1", "qwen3-30b=1@1:1/8"], ["tiny-gpt-oss", "qwen3-30b"])
+    prefill, decode = Case(4, 2, 8, 1), Case(1, 1, 1, 8)
+    assert cases == {"tiny-gpt-oss": [prefill], "qwen3-30b": [prefill, decode]}
+    engines = [Engine("qwen3-30b", "ours"), ENGINE, Engine("qwen3-30b", "humming")]
+    servers = [Server(engine, tmp_path, 0, 0, tmp_path) for engine in engines]
+    asked = [(trial, case, server.engine) for trial, case, server in vllm_bench_serve.in_turns(servers, cases, 2)]
+    assert asked[:2] == [(0, prefill, ENGINE), (1, prefill, ENGINE)]
+    one_trial = [(prefill, engines[0]), (prefill, engines[2]), *[(decode, engines[0])] * 3, *[(decode, engines[2])] * 3]
+    assert asked[2:] == [(trial, case, engine) for trial in (0, 1) for case, engine in one_trial]
+    for wrong in ("other=4@2:8/1", "4@2"):
+        with pytest.raises((KeyError, ValueError)):
+            vllm_bench_serve.cases_of_models([wrong], ["qwen3-30b"])
+
+
 def test_engines() -> None:
     assert Engine.parse("tiny-gpt-oss:ours") == ENGINE and not ENGINE.fills
     assert Engine.parse("qwen3-v4-experts:humming").fills
