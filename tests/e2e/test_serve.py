@@ -180,7 +180,8 @@ def test_what_is_wrong_is_refused_in_openais_form(served: Served) -> None:
         ("/v1/completions", {"model": "tiny", "prompt": [500]}, 400, "prompt"),
         ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "prompt"),
         ("/v1/models", {}, 405, None),
-        *((path, {}, 404, None) for path in ("/load_model", "/reset", "/docs", "/openapi.json", "/v1/models/other")),
+        ("/v1/models/other", {}, 404, "model"),
+        *((path, {}, 404, None) for path in ("/load_model", "/reset", "/docs", "/openapi.json")),
     ]
     for path, body, status, param in cases:
         try:

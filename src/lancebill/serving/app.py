@@ -21,6 +21,7 @@ from lancebill.serving.requests import Served, wanted
 from lancebill.serving.responses_reply import ResponsesReply
 
 MOST_BODY = 4 << 20  # bytes
+MODELS = "/v1/models/"  # and the name of one
 PAGE = Path(__file__).with_name("page.html")
 # The page runs its own script and talks to this server only.
 PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -92,7 +93,7 @@ class App:
     def __init__(self, engine: BatchEngine, served: Served, metrics: Metrics, api_key: str | None = None) -> None:
         self.engine, self.served, self.metrics, self.api_key = engine, served, metrics, api_key
         self._started = int(time.time())
-        self._model_path = f"/v1/models/{served.name}"
+        self._model_path = f"{MODELS}{served.name}"
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[int]]]] = {
             "/": ("GET", self._page),
             "/health": ("GET", self._health),
@@ -124,11 +125,14 @@ class App:
     def _label(self, path: str) -> str:
         """A route's name in the metrics: never what a client or a user wrote."""
         if path == self._model_path:
-            return "/v1/models/{model}"
+            return MODELS + "{model}"
         return path if path in self.routes else "unknown"
 
     async def _route(self, call: Call) -> int:
         if call.path not in self.routes:
+            if call.path.startswith(MODELS):
+                name = call.path.removeprefix(MODELS)[:128]
+                raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
             raise ApiError(404, f"no such page: {call.method[:16]} {call.path[:128]}", None, "not_found")
         method, handler = self.routes[call.path]
         if call.method not in {"GET": ("GET", "HEAD")}.get(method, (method,)):

@@ -27,7 +27,7 @@ MOST_CONNECTIONS = 512
 RECEIVE_SECONDS = 30.0  # for a whole request, from its first byte (or from the connection) to its last
 STALL_SECONDS = 60.0  # a client that does not read its reply for this long is dropped
 IDLE_SECONDS = 15  # a connection between two requests
-FINISH_SECONDS = 3  # at the end, for the requests that are still open
+FINISH_SECONDS = 2  # at the end, for the requests that are still open; the whole end takes less than 5 s
 
 
 class BoundedConnection(H11Protocol):

@@ -5,6 +5,7 @@ A parameter that is null counts as absent. One that no table lists is refused to
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -106,7 +107,7 @@ def only(*allowed: Any, instead: str = "") -> Read:
 
     def read(value: Any) -> Any:
         if value not in allowed or isinstance(value, bool) is not isinstance(allowed[0], bool):
-            shown = " or ".join(repr(each) for each in allowed)
+            shown = " or ".join(map(json.dumps, allowed))
             raise ValueError(f"{shown}; this server does not support anything else{instead}")
         return value
 

@@ -105,6 +105,11 @@ def test_every_parameter_works_or_is_refused(route: str) -> None:
         read_parameters(table, {}, ["model", route])
 
 
+def test_expected_values_are_shown_as_json() -> None:
+    assert "expected false;" in refusal(COMPLETION, {"echo": True})["message"]
+    assert 'expected {"type": "text"};' in refusal(CHAT, {"response_format": {"type": "json_object"}})["message"]
+
+
 ODD = [True, 0, -1, 1e308, 10**400, "", "\ud800", "x" * 5000, [], [None], [[]], [{}], {}, {"": None}, {"x": {"y": []}}]
 
 
