@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="results of benchmarks/gpu_layer.py")
     files: list[Path] = parser.parse_args().files
-    plot.require_matplotlib()
+    plot.check_file(Path("roofline.png"))
     records: dict[Path, dict[str, Any]] = {file.with_suffix(".png"): read_json(file) for file in files}
     if not files:
         for machine in dict.fromkeys(file.machine for file in result_files("gpu-layer")):

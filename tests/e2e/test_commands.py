@@ -210,7 +210,10 @@ def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path
         (["generate", "model", "x", "--device", "tpu"], 2, "unknown device"),
         (["generate", "dense", "x"], 1, "has no experts"),
         (["generate", "empty", "x"], 1, "no config.json"),
+        (["generate", "model", "x", "--gpu-memory", "1GiB"], 2, "for a model on a GPU"),
+        (["generate", "model", "x", "--moves", "recency"], 2, "for a model on a GPU"),
         (["generate", "wordless", "x"], 1, "cannot load a tokenizer"),
+        (["generate", "silent", "x"], 1, "the tokenizer has no words"),
         (["generate", "unknown", "x"], 1, "does not know the model"),
         (["bench-serve", "http://localhost:port/v1"], 2, "not the URL"),
         (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),
@@ -229,7 +232,11 @@ def test_usage_errors_print_no_traceback(
     if not Path("dense").exists():
         config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=32)
         transformers.LlamaForCausalLM(config).save_pretrained("dense")
+        for file in Path("model").glob("tokenizer*"):
+            shutil.copy(file, "dense")
         shutil.copytree("model", "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+        shutil.copytree("wordless", "silent")
+        transformers.Qwen2Tokenizer().save_pretrained("silent")
         shutil.copytree("model", "voiceless")
         tokenizer = transformers.AutoTokenizer.from_pretrained("voiceless")
         tokenizer.chat_template = None

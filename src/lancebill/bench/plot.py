@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lancebill.errors import UnsupportedProblem
+from lancebill.errors import SpecError, UnsupportedProblem
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,14 +15,18 @@ _OURS = ("#0b6e4f", "#08415c", "#7b2d8b", "#a23b00")
 _PEERS = ("#9aa5b1", "#c2a878", "#7c9885", "#b08ea2")
 
 
-def require_matplotlib() -> None:
-    """Raise if matplotlib is missing. Called before the benchmark, not after it."""
+def check_file(path: Path) -> None:
+    """Raise if no plot can be written there. Called before the benchmark, not after it."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib.backend_bases as canvas
     except ImportError:
         raise UnsupportedProblem(
             "a plot needs matplotlib, which is not installed", hint="pip install matplotlib"
         ) from None
+    known = canvas.FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:] not in known:
+        expected = ", ".join(f".{suffix}" for suffix in sorted(known))
+        raise SpecError("no plot has this suffix", where=str(path), expected=expected, got=path.suffix)
 
 
 def draw_times(report: Mapping[str, Any], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -65,7 +66,7 @@ def bench(
     """
     with ui.reported(False):
         batches = numbers(tokens)
-        _check_folders(json_file, plot_file)
+        _check_outputs(json_file, plot_file)
         from lancebill.bench import plot, report
         from lancebill.bench.results import BenchSetup
         from lancebill.bench.run import run_benchmark
@@ -77,18 +78,18 @@ def bench(
             threads, repeats, host, distinct, order, split, moves,
         )  # fmt: skip
         if plot_file is not None:
-            plot.require_matplotlib()
+            plot.check_file(plot_file)
         if time_first_forward:
             show_first_forwards(_first_forwards(setup, shape), json_file, ui.console())
             return
         notes = ui.console(error=True)
         result = run_benchmark(setup, lambda text: notes.print(f"[dim]{escape(text)}[/]"))
         figures = report.describe(result, env.describe(), ["lancebill", *sys.argv[1:]])
+        show(figures, ui.console())
         if json_file is not None:
             json_file.write_text(json.dumps(figures, indent=1) + "\n")
         if plot_file is not None:
             plot.draw_times(figures, plot_file)
-    show(figures, ui.console())
 
 
 def _first_forwards(setup: BenchSetup, shape: str) -> list[dict[str, Any]]:
@@ -113,11 +114,11 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _check_folders(*files: Path | None) -> None:
-    """Fail before the measurement, not after it, where an output folder does not exist."""
+def _check_outputs(*files: Path | None) -> None:
+    """Fail before the measurement, not after it, where an output cannot be written."""
     for file in files:
-        if file is not None and not file.resolve().parent.is_dir():
-            raise SpecError("no such folder", where=str(file.parent))
+        if file is not None and not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
+            raise SpecError("this file cannot be written", where=str(file), hint="does its folder exist?")
 
 
 def show_first_forwards(rows: list[dict[str, Any]], json_file: Path | None, out: Console) -> None:

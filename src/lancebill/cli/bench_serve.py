@@ -62,6 +62,8 @@ def _server(
     if words or engine is not None:
         wrong = words[0] if words else "--engine"
         raise SpecError("this option is for a checkpoint, and no such path exists", where=target, got=wrong)
+    if "://" not in target:
+        raise SpecError("no such checkpoint, and not the URL of a server", expected="http://host:port/v1", got=target)
     return nullcontext(target)
 
 

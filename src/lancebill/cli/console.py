@@ -90,17 +90,19 @@ def reported(as_json: bool, code: int = PROBLEM) -> Iterator[None]:
 
 
 @contextmanager
-def cleans_up_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exception does, so that what it wrote so far is removed."""
+def cleans_up_when_stopped() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an exception does, so that what it wrote so far is removed."""
 
     def stop(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN)
+    before = {number: signal.signal(number, stop) for number in numbers}  # `nohup` ignores SIGHUP
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def fail(error: LancebillError, as_json: bool, code: int) -> NoReturn:

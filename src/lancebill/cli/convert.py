@@ -73,7 +73,7 @@ def convert(
         target = target_of(to, format_name)
         _check_device(device.value)
         source = ui.located(source, revision, as_json)
-    with ui.reported(as_json), ui.cleans_up_on_sigterm():
+    with ui.reported(as_json), ui.cleans_up_when_stopped():
         summary = run_conversion(source, destination, target, options)
     if as_json:
         ui.print_json(summary)
@@ -84,9 +84,20 @@ def convert(
 def target_of(to: str, format_name: str | None = None) -> Target:
     """The format and spec that the options name."""
     from lancebill.checkpoint.write.target import choose_target
-    from lancebill.numbers.spec_names import parse_spec
+    from lancebill.errors import SpecError
+    from lancebill.formats import registry
+    from lancebill.numbers.spec_names import EXAMPLES, parse_spec
 
-    return choose_target(parse_spec(to), format_name)
+    try:
+        spec = parse_spec(to)
+    except SpecError:
+        if to not in registry():
+            raise
+        expected = f"a spec such as {EXAMPLES}"
+        raise SpecError(
+            f"{to} is a format", where="--to", expected=expected, hint=f"--format {to} selects it"
+        ) from None
+    return choose_target(spec, format_name)
 
 
 def run_conversion(source: Path, destination: Path, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:

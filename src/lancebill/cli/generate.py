@@ -61,11 +61,7 @@ def _answer(answering: Answering, line: str, raw: bool, quiet: bool, wanted: Ans
     tokenizer = answering.tokenizer
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
     if not prompt["input_ids"].numel():
-        raise SpecError(
-            "the tokenizer turns the prompt into no tokens",
-            got=repr(line),
-            hint="does the checkpoint have its tokenizer files?",
-        )
+        raise SpecError("the tokenizer turns the prompt into no tokens", got=repr(line))
     reply = answering.answer(prompt, wanted, (lambda _: None) if quiet else _stream)
     if not quiet:
         _stream("\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,7 +61,12 @@ app.add_typer(kernels, name="kernels")
 
 
 def main() -> None:
-    app()
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere  # None: closed by the caller
+    try:
+        app()
+    except OSError as error:  # commands report their own: this is the output, on a disk that is full for example
+        sys.exit(f"error: cannot write the output: {error.strerror or error}")
 
 
 if __name__ == "__main__":

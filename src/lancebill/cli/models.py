@@ -52,17 +52,29 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         raise UnsupportedProblem(
             "transformers is not installed", hint="pip install 'lancebill[transformers]'"
         ) from None
+    from lancebill.integrations.transformers.pretrained import device_of
+
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    device_of(options.get("device", "cpu"), options.get("gpu_memory"), options.get("moves", "off"))
+    tokenizer = (
+        _tokenizer(AutoTokenizer, path) if path.is_dir() else None
+    )  # first: its files are small, and easily forgotten
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
+    return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, gguf_file=path.name)
+
+
+def _tokenizer(kind: Any, path: Path, **options: str) -> Any:
+    hint = "copy the tokenizer's files (tokenizer.json ...) from the original model"
     try:
-        if path.is_file():
-            return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        return model, AutoTokenizer.from_pretrained(path)
+        tokenizer = kind.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
-        raise CheckpointError("transformers cannot load a tokenizer", where=str(path), got=why) from None
+        raise CheckpointError("transformers cannot load a tokenizer", where=str(path), got=why, hint=hint) from None
+    if not tokenizer("a")["input_ids"]:  # some classes need no files, and know no words without them
+        raise CheckpointError("the tokenizer has no words", where=str(path), hint=hint)
+    return tokenizer
 
 
 def small_steps(model: Any) -> Any:

@@ -170,7 +170,7 @@ def parse_device(name: str) -> Device:
         raise SpecError(f"unknown device '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
     index = int(installed[1] or 0)
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise SpecError(f"this machine has no {name}", hint="`explain` also takes sm_90, without a GPU")
+        raise SpecError(f"this machine has no {name}", hint="`lancebill env` shows what torch sees")
     facts = torch.cuda.get_device_properties(index)
     return Device("cuda", _pretended() or 10 * facts.major + facts.minor, index, facts.multi_processor_count)
 

@@ -120,8 +120,14 @@ def _code_type(base: str, *, zero: bool, name: str) -> d.DType:
 def _type(word: str, name: str) -> d.DType:
     if word in _TYPES:
         return _TYPES[word]
-    hint = "an unnamed codebook cannot be parsed from its name" if "#" in word else f"for example {EXAMPLES}"
-    raise SpecError(f"unknown number type '{word}'", where=f"spec '{name}'", expected=", ".join(_TYPES), hint=hint)
+    hint = "the first lines of lancebill/numbers/spec_names.py define all names"
+    if "#" in word:
+        hint = "an unnamed codebook cannot be parsed from its name"
+    elif word.lower() in _TYPES or name.lower() in NAMED:
+        hint = f"names are in lower case: {name.lower()}"
+    raise SpecError(
+        f"unknown number type '{word}'", where=f"spec '{name}'", expected=f"a spec such as {EXAMPLES}", hint=hint
+    )
 
 
 def _scale(word: str, default: d.DType, name: str) -> Scale:

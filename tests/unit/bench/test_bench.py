@@ -416,6 +416,16 @@ def test_bench_takes_batch_invariant_order(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bench.json").read_text())["meta"]["problem"]["order"] == "batch-invariant"
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "says"),
+    [("--plot", "x.xyz", "no plot has this suffix"), ("--json", "no/x", "cannot be written")],
+)
+def test_outputs_are_checked_before_the_measurement(option: str, name: str, says: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = lancebill(*WORDS, option, tmp_path / name)
+    assert result.exit_code == USAGE and says in result.output and "measuring" not in result.output
+
+
 def test_bench_writes_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for file in (tmp_path / "bench.png", tmp_path / "bench.svg"):

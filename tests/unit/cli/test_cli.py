@@ -353,16 +353,90 @@ def test_a_missing_config_is_named(model: Path, tmp_path: Path) -> None:
     assert done.exit_code == 1 and "no config.json" in done.output
 
 
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        (None, "the config does not say which model this is"),
+        ("qwen3", "such as qwen3_moe"),
+        ("mixtrall", "such as mixtral"),
+        ("\u00e9", "one of"),
+    ],
+)
+def test_a_family_that_is_not_known(model: Path, tmp_path: Path, model_type: str | None, says: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    result = call("inspect", folder)
+    assert result.exit_code == 1 and says in result.output
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_a_file_that_is_cut_off(model: Path, tmp_path: Path, size: int) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:size])
+    result = call("verify", folder)
+    assert result.exit_code == 1 and "the file is not complete: download it again" in result.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_conversion_on_a_gpu_needs_one(model: Path, tmp_path: Path) -> None:
     result = call("convert", model, tmp_path / "out", "--to", "mxfp4", "--device", "cuda", "--json")
     assert result.exit_code == USAGE and parsed(result)["error"]["what"] == "no CUDA device is available"
 
 
-def test_sigterm_ends_a_block_as_an_exception_does() -> None:
-    with pytest.raises(SystemExit) as stopped, ui.cleans_up_on_sigterm():
-        signal.raise_signal(signal.SIGTERM)
-    assert stopped.value.code == 128 + signal.SIGTERM
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_a_block_as_an_exception_does(number: signal.Signals) -> None:
+    with pytest.raises(SystemExit) as stopped, ui.cleans_up_when_stopped():
+        signal.raise_signal(number)
+    assert stopped.value.code == 128 + number
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ui.cleans_up_when_stopped():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("to", "format_name", "says"),
+    [
+        ("gptq", None, "--format gptq selects it"),
+        ("MXFP4", None, "names are in lower case: mxfp4"),
+        ("INT4-g32", None, "names are in lower case: int4-g32"),
+        ("Q4_K_M", None, "a spec such as bf16, mxfp4"),
+        ("mxfp4", "hqqq", "for mxfp4: compressed-tensors, gpt-oss"),
+    ],
+)
+def test_names_that_newcomers_try(model: Path, tmp_path: Path, to: str, format_name: str | None, says: str) -> None:
+    words = [] if format_name is None else ["--format", format_name]
+    result = call("convert", model, tmp_path / "out", "--to", to, *words)
+    assert result.exit_code == USAGE and says in result.output
+
+
+OUTPUT = """
+import os, sys
+from lancebill.cli.main import main
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+sys.argv = ["lancebill", "env"]
+main()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_an_output_that_cannot_be_written_is_no_traceback() -> None:
+    full = subprocess.run([sys.executable, "-c", OUTPUT], capture_output=True, text=True, check=False)
+    assert full.returncode == 1 and full.stderr == "error: cannot write the output: No space left on device\n"
+    closed = 'exec "$0" -m lancebill.cli.main env >&-'
+    done = subprocess.run(["sh", "-c", closed, sys.executable], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_server_that_does_not_start_or_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,9 +188,9 @@ def _open_indexed(folder: Path) -> Checkpoint:
         if file.exists():
             _check_inside(file, folder)
         else:
-            problems.append(
-                MalformedFile("the index names a file that does not exist", where=str(folder / INDEX), got=file.name)
-            )
+            what = "the index names a file that does not exist"
+            hint = "download this file too, or wait until it is there"
+            problems.append(MalformedFile(what, where=str(folder / INDEX), got=file.name, hint=hint))
     _raise_all(problems, folder)
     tensors = [t for file in files for t in read_header(file)]
     by_name = _by_name(tensors, folder)

@@ -315,6 +315,7 @@ def _place_tensors(
                 where=where,
                 expected=f"{start + info.nbytes} bytes",
                 got=f"{size} bytes",
+                hint="the file is not complete: download it again",
             )
         at += -(-info.nbytes // alignment) * alignment
         tensors.append(_present(info, path, start))

@@ -25,6 +25,7 @@ MAX_EMPTY = 1 << 60  # product of the non-zero axes of an empty tensor
 PAIRS = "F4"  # two codes in a byte; the shape counts codes
 _ITEM_BITS = {name: 8 * dtype.itemsize for name, dtype in TORCH_DTYPES.items()} | {PAIRS: 4}
 _LFS = b"version https://git-lfs"
+CUT_OFF = "the file is not complete: download it again"
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
@@ -47,7 +48,8 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
 
 def _header_length(start: bytes, size: int, where: str) -> int:
     if len(start) < PREFIX:
-        raise MalformedFile("the file is too short for a header", where=where, expected=">= 8 bytes", got=size)
+        what = "the file is too short for a header"
+        raise MalformedFile(what, where=where, expected=">= 8 bytes", got=size, hint=CUT_OFF)
     length = int.from_bytes(start[:PREFIX], "little")
     hint = "this is a Git LFS pointer: fetch the real file with `git lfs pull`" if start == _LFS else None
     if length > MAX_HEADER:
@@ -56,7 +58,11 @@ def _header_length(start: bytes, size: int, where: str) -> int:
         )
     if PREFIX + length > size:
         raise MalformedFile(
-            "the header does not fit the file", where=where, expected=f"<= {size - PREFIX} bytes", got=length
+            "the header does not fit the file",
+            where=where,
+            expected=f"<= {size - PREFIX} bytes",
+            got=length,
+            hint=CUT_OFF,
         )
     return length
 
@@ -100,6 +106,7 @@ def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorI
             where=_at(path, name),
             expected=f"<= {size - begin}",
             got=offsets[1],
+            hint=CUT_OFF,
         )
     if dtype == PAIRS:  # as most writers store them
         dtype, shape = "U8", [*shape[:-1], shape[-1] // 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from lancebill.checkpoint.read.tensor_info import quoted
@@ -347,9 +348,19 @@ def _row(model: Mapping[str, Any], table: Iterable[Naming]) -> Naming:
         raise UnsupportedFormat(
             "no config.json, which says what model this is", hint="copy it from the model that these tensors belong to"
         )
-    raise UnsupportedFormat(
-        f"no naming row for model_type {quoted(model_types[0])}",
+    raise _unknown_family(model_types[0], rows)
+
+
+def _unknown_family(model_type: Any, rows: Mapping[str, Naming]) -> UnsupportedFormat:
+    if model_type is None:
+        what = "the config does not say which model this is"
+        return UnsupportedFormat(
+            what, where="config.json", expected="model_type", hint="copy it from the original model"
+        )
+    similar = get_close_matches(str(model_type), rows, n=3)
+    return UnsupportedFormat(
+        f"no family with experts has model_type {quoted(model_type)}",
         where="config.json",
-        expected=", ".join(sorted(t for row in table for t in row.model_types)),
-        hint="pass a custom Naming row",
+        expected=f"one of {len(rows)} (docs/formats.md){', such as ' * bool(similar)}{', '.join(similar)}",
+        hint="`naming=` describes another family; a model without experts is loaded with transformers",
     )

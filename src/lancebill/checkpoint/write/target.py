@@ -60,16 +60,19 @@ def choose_target(spec: QuantSpec, name: str | None = None) -> Target:
     name = ALIASES.get(name or "", name) or (DEFAULT_FORMAT if spec.quantized else DENSE_FORMAT)
     formats = registry()
     if name not in formats:
-        raise UnsupportedFormat(
-            f"unknown format '{name}'", expected=", ".join(sorted({*formats, *ALIASES} - set(ALIASES.values())))
-        )
+        raise UnsupportedFormat(f"unknown format '{name}'", expected=f"for {spec}: {_able(spec)}")
     try:
         return _hold(formats[name], spec)
     except CannotEncode as error:
-        public_names = {format_name: alias for alias, format_name in ALIASES.items()}
-        able = [public_names.get(other, other) for other in formats if _can_hold(formats[other], spec)]
-        hint = f"formats that can store {spec}: {', '.join(able)}" if able else error.hint
+        able = _able(spec)
+        hint = f"formats that can store {spec}: {able}" if able else error.hint
         raise CannotEncode(error.what, where=name, expected=error.expected, got=spec, hint=hint) from error
+
+
+def _able(spec: QuantSpec) -> str:
+    """The formats that can store `spec`."""
+    public_names = {format_name: alias for alias, format_name in ALIASES.items()}
+    return ", ".join(public_names.get(name, name) for name, format in registry().items() if _can_hold(format, spec))
 
 
 def _hold(format: Format, spec: QuantSpec) -> Target:

@@ -119,9 +119,8 @@ def from_pretrained(
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
-    check_moves(moves, FAST)
+    target = device_of(device, gpu_memory, moves)
     folder = local_path(path, revision)
-    target = parse_device(device).torch
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
     stored = wide
@@ -130,8 +129,7 @@ def from_pretrained(
         activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[wide])), torch.float32
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
-    if target.type != "cpu":
-        options = replace(options, gpu_memory=gpu_memory, moves=moves)
+    options = replace(options, gpu_memory=gpu_memory, moves=moves)
     rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
     manifest = together(each.manifest() for each in experts.values())
@@ -152,6 +150,15 @@ def from_pretrained(
     model.config.name_or_path = model.name_or_path = str(path)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
     return model
+
+
+def device_of(device: str, gpu_memory: int | str | None = None, moves: str = OFF) -> torch.device:
+    """The device of a model. Raises if it does not exist, or if the other arguments are not for it."""
+    check_moves(moves, FAST)
+    target = parse_device(device).torch
+    if target.type == "cpu" and (gpu_memory is not None or moves != OFF):
+        raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
+    return target
 
 
 def _without_experts(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
