@@ -57,9 +57,8 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     device_of(options.get("device", "cpu"), options.get("gpu_memory"), options.get("moves", "off"))
-    tokenizer = (
-        _tokenizer(AutoTokenizer, path) if path.is_dir() else None
-    )  # first: its files are small, and easily forgotten
+    has_config = (path / "config.json").exists()
+    tokenizer = _tokenizer(AutoTokenizer, path) if has_config else None  # first: its files are easily forgotten
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
     return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, gguf_file=path.name)
