@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +110,19 @@ def _load_table(model: str, activations: str, columns: Columns, profiled: Profil
     note = (
         f"{TITLES.get(model, model)}, MXFP4 x {activations}: tokens per second by `vllm bench serve`, of prompts where "
         f"one token is asked for, else of answers; median of {_range(trials)} trials, servers in turns (ours over the "
-        f"best peer of the same run). vLLM {record['versions']['vllm']}, FULL_AND_PIECEWISE; answers are streamed in "
-        f"parts of {record['stream_interval']} tokens{EXPERTS_NOTE if last else ''}; "
+        f"best peer of the same run). vLLM {record['versions']['vllm']}, {_graphs(chosen[-1].servers[0])}; answers are "
+        f"streamed in parts of {record['stream_interval']} tokens{EXPERTS_NOTE if last else ''}; "
         f"{links(*dict.fromkeys(column.file.name for column in (*chosen, *last)))}"
     )
     head = [*(_case_name(column.case) for column in chosen), *("experts" for _ in last)]
     return markdown_table(("", *head), rows, note)
+
+
+def _graphs(server: Server) -> str:
+    """Which graphs are captured, and what compiles their parts."""
+    options = server["options"]
+    config = json.loads(options[options.index("--compilation-config") + 1])
+    return f"{config['cudagraph_mode']}, {config['backend']}"
 
 
 def _range(counts: list[int]) -> str:

@@ -165,7 +165,9 @@ def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
     start = {"versions": {"vllm": "0.26.0"}, "stream_interval": 8}
 
     def server(backend: str, *cases: dict[str, Any], model: str = "qwen3-30b") -> dict[str, Any]:
-        return {"model": model, "backend": backend, "activations": "bf16", "cases": list(cases)}
+        graphs = json.dumps({"backend": "eager", "cudagraph_mode": "FULL"})
+        options = {"options": ["--seed", "0", "--compilation-config", graphs]}
+        return {"model": model, "backend": backend, "activations": "bf16", "cases": list(cases), **options}
 
     def unanswered(tokens_out: int) -> dict[str, Any]:
         refused = {"failure": "5 of 16 prompts were answered: 400 Bad Request"}
@@ -192,6 +194,7 @@ def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
         "| trials differ by up to | 50% | 50% |",
     ]
     assert "Qwen3-30B-A3B, 48 layers, MXFP4" in lines[7] and "median of 1 to 2 trials" in lines[7]
+    assert "vLLM 0.26.0, FULL, eager;" in lines[7]
     assert "h200/a.json), [" in lines[7] and "h200/b.json" in lines[7]
     assert len(lines) == 8
     times = {"ours": 60.0, "marlin": 80.0, "humming": 120.0}
