@@ -12,6 +12,8 @@ import torch
 from lancebill import RoutedExperts
 from lancebill.errors import LancebillError
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 path = sys.argv[1]
 stored = RoutedExperts.from_checkpoint(path, layer=0)
 problem = stored.problem

@@ -11,6 +11,8 @@ import torch
 
 from lancebill import RoutedExperts
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 path, index = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
 layer = RoutedExperts.from_checkpoint(path, layer=index)
 print(layer.report)

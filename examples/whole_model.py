@@ -1,6 +1,8 @@
 """A whole model through transformers, with 4-bit experts and 8-bit matrices everywhere else.
 
-python examples/whole_model.py PATH "a prompt"
+    python examples/whole_model.py PATH "The sea was calm that morning, and"
+
+Continues the text; `lancebill generate` also applies the chat template, and prints the answer as it comes.
 """
 
 import sys
@@ -9,6 +11,8 @@ from transformers import AutoTokenizer
 
 import lancebill
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 path, prompt = sys.argv[1], sys.argv[2]
 model = lancebill.from_pretrained(path, weights={"experts": "mxfp4", "rest": "int8"})
 print(model.lancebill_reports())

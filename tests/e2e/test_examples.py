@@ -31,3 +31,6 @@ def test_every_example_runs(
         monkeypatch.setattr(sys, "argv", [name, str(tmp_path), *words])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         assert expected in capsys.readouterr().out, name
+        monkeypatch.setattr(sys, "argv", [name])
+        with pytest.raises(SystemExit, match=f"python examples/{name} PATH"):
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")

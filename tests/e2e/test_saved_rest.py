@@ -20,7 +20,7 @@ import tiny  # noqa: E402
 import lancebill  # noqa: E402
 from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.convert import run_conversion, target_of  # noqa: E402
-from lancebill.errors import CannotEncode  # noqa: E402
+from lancebill.errors import CannotEncode, SpecError  # noqa: E402
 from lancebill.formats import registry  # noqa: E402
 from lancebill.layer.quantized_linear import QuantizedLinear  # noqa: E402
 
@@ -129,6 +129,25 @@ def test_a_format_with_one_spec(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CannotEncode, match="gptq stores all matrices with one spec") as caught:
         ours.save_pretrained(tmp_path / "never", format="gptq")
     assert "compressed-tensors" in str(caught.value) and not (tmp_path / "never").exists()
+
+
+def test_another_format_for_what_is_stored(folder: Path, tmp_path: Path) -> None:
+    """`format=` is obeyed or refused also where nothing was requantised."""
+    run_conversion(folder, tmp_path / "packed", target_of("int4-g32:fp16", "compressed-tensors"), {})
+    ours = lancebill.from_pretrained(tmp_path / "packed")
+    ours.save_pretrained(tmp_path / "saved", format="gptq")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["quantization_config"]["quant_method"] == "gptq"
+    check_same(lancebill.from_pretrained(tmp_path / "saved"), ours)
+    ours.save_pretrained(tmp_path / "same", format="compressed-tensors")
+    with pytest.raises(CannotEncode, match="cannot write gguf"):
+        ours.save_pretrained(tmp_path / "never", format="gguf")
+
+
+@pytest.mark.parametrize("argument", ["weights", "activations"])
+def test_a_rule_that_matches_no_module(folder: Path, argument: str) -> None:
+    with pytest.raises(SpecError, match=r"no module matches this rule; expected .* model.layers.0.self_attn.q_proj"):
+        lancebill.from_pretrained(folder, **{argument: {"rest": {"self_attn.*": "int8"}}})
 
 
 def test_experts_that_would_be_rounded_again(folder: Path, tmp_path: Path) -> None:

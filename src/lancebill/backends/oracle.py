@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.backends.registry import registry
 from lancebill.errors import UnsupportedProblem
@@ -87,13 +89,15 @@ class Choice:
         }
 
 
-def explain(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
+def explain(
+    problem: Problem, device: Device | torch.device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS
+) -> Choice:
     """The verdict of every backend, and the choice. Raises only for an unknown backend or device.
 
     `device` may be a name: `cpu`, `cuda:0`, or a kind of GPU that this machine need not have, such as `sm_90`.
     """
     backends = registry()
-    device = parse_device(device) if isinstance(device, str) else device
+    device = device if isinstance(device, Device) else parse_device(device)
     if requested != AUTO and requested not in backends:
         raise UnsupportedProblem(
             f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}"
@@ -107,7 +111,9 @@ def explain(problem: Problem, device: Device | str, requested: str = AUTO, token
     return Choice(problem, device, requested, verdicts, chosen)
 
 
-def select(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
+def select(
+    problem: Problem, device: Device | torch.device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS
+) -> Choice:
     """Like `explain`, but raises the table where no backend supports the problem."""
     choice = explain(problem, device, requested, tokens)
     if choice.chosen is None:

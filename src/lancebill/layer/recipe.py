@@ -18,7 +18,7 @@ from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming, find_family
-from lancebill.errors import MissingTensor, SpecError
+from lancebill.errors import MissingTensor, SpecError, ranges
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer.gpu_room import fitting
 from lancebill.layer.report import LoadReport
@@ -54,7 +54,7 @@ class LoadOptions:
     `mixture` is one of several that the layers have ("text" or "vision" of ERNIE-4.5-VL); by default the first.
     """
 
-    device: str = "cpu"
+    device: str | torch.device = "cpu"
     placement: Placement = field(default_factory=Placement)
     backend: str = oracle.AUTO
     weights: WeightRules = None
@@ -229,8 +229,8 @@ def plan_problem(
 ) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
     """This rank's share of a layer, the activations its checkpoint declares, and the problem for the oracle."""
     if index not in manifest.layers:
-        legal = ", ".join(map(str, manifest.layer_indices)) or "none"
-        raise MissingTensor(f"layer {index} has no routed experts", expected=f"one of {legal}")
+        legal = ranges(manifest.layer_indices) or "no layer"
+        raise MissingTensor(f"layer {index!r} has no routed experts", expected=legal)
     layer = manifest.layers[index]
     targets = weight_targets(options.weights, index)
     plan = plan_layer(layer, options.placement, uneven=manifest.naming.uneven, requantize=targets)

@@ -49,6 +49,14 @@ def rest_activation(rules: object, module: str) -> ActivationSpec | None:
     return None if value is None else _activation(value)
 
 
+def check_patterns(rules: object, modules: Sequence[str]) -> None:
+    """Raise if a pattern matches no module: what it is about would silently stay as stored."""
+    for pattern in rules if isinstance(rules, Mapping) else ():
+        if not any(fnmatchcase(module, str(pattern)) for module in modules):
+            expected = f"a pattern of names such as {modules[0]}" if modules else None
+            raise SpecError("no module matches this rule", where=REST, expected=expected, got=pattern)
+
+
 def _for_module(rules: object, module: str) -> object:
     if not isinstance(rules, Mapping):
         return rules

@@ -158,8 +158,9 @@ class Device:
         return torch.device("cuda", self.index)
 
 
-def parse_device(name: str) -> Device:
-    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (a GPU of this machine)."""
+def parse_device(device: str | torch.device) -> Device:
+    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (a GPU of this machine), or torch's own device."""
+    name = str(device)
     if name == "cpu":
         return Device("cpu")
     arch = _arch(name)

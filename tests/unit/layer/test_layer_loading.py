@@ -13,7 +13,7 @@ from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
+from lancebill.errors import CheckpointProblems, MissingTensor, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
 from lancebill.layer import collect
 from lancebill.layer.quantized_linear import QuantizedLinear
@@ -49,6 +49,15 @@ def test_push_in_any_order_equals_pull(fmt: str, form: int, with_headers: bool, 
     assert _same_state(pulled, pushed)
     assert pulled.report is not None and pushed.report is not None
     assert replace(pushed.report, seconds=0) == replace(pulled.report, seconds=0)
+
+
+def test_devices_and_layers_that_do_not_exist(tmp_path: Path) -> None:
+    folder = save(make_checkpoint("gptq"), tmp_path / "m")
+    assert RoutedExperts.from_checkpoint(folder, layer=0, device=torch.device("cpu")).choice.device.kind == "cpu"
+    with pytest.raises(SpecError, match="unknown device '0'; expected cpu, cuda"):
+        RoutedExperts.from_checkpoint(folder, layer=0, device=0)  # type: ignore[arg-type]
+    with pytest.raises(MissingTensor, match="layer 7 has no routed experts; expected 0-1"):
+        RoutedExperts.from_checkpoint(folder, layer=7)
 
 
 def test_finish_names_every_missing_tensor(tmp_path: Path) -> None:
@@ -131,7 +140,7 @@ def test_loading_a_layer_checks_only_that_layer(tmp_path: Path) -> None:
     assert kept and not any(".layers.1." in name for name in kept), "the recipe keeps only the tensors of its layer"
     with pytest.raises(CheckpointProblems, match=missing):
         RoutedExperts.from_checkpoint(folder, layer=1)
-    with pytest.raises(MissingTensor, match="expected one of 0, 1"):
+    with pytest.raises(MissingTensor, match="layer 2 has no routed experts; expected 0-1"):
         RoutedExperts.from_checkpoint(folder, layer=2)
 
 

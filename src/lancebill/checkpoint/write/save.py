@@ -258,7 +258,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
         raise CheckpointError(
             "the destination exists and is not empty",
             where=str(destination),
-            hint="--overwrite replaces an existing checkpoint",
+            hint="--overwrite, or overwrite=True, replaces an existing checkpoint",
         )
     if not any(name == "config.json" or name.endswith((".safetensors", ".gguf")) for name in names):
         raise CheckpointError(

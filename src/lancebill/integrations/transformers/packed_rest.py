@@ -20,7 +20,7 @@ from lancebill.integrations.transformers.packed_experts import packed_experts
 from lancebill.integrations.transformers.stored_matrix import StoredMatrix, StoredMixture
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.layer.recipe import LoadOptions
-from lancebill.layer.rules import rest_activation, rest_weight
+from lancebill.layer.rules import check_patterns, rest_activation, rest_weight
 from lancebill.numbers.codec import quantize, requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight
@@ -57,6 +57,8 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
     """Replace every module whose matrix is stored quantised, or is to be quantised by a rule."""
     report = RestReport()
     routers = _routers(model)
+    for each in (rules.weights, rules.activations):
+        check_patterns(each, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)])
     made: list[nn.Module] = []
     requantized: list[str] = []
     for name, module in list(model.named_modules()):

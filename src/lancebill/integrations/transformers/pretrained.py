@@ -64,6 +64,7 @@ register()
 _INSTEAD = {
     "torch_dtype": "dtype=",
     "device_map": "device=",
+    "max_memory": "gpu_memory=",
     "tp_plan": "lancebill.parallel",
     "quantization_config": "weights=",
     "experts_implementation": "backend=",
@@ -98,7 +99,7 @@ def from_pretrained(
     weights: WeightRules = None,
     activations: ActivationRules = None,
     backend: str = oracle.AUTO,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     dtype: torch.dtype | str = "auto",
     order: str = FAST,
     revision: str | None = None,
@@ -152,7 +153,7 @@ def from_pretrained(
     return model
 
 
-def device_of(device: str, gpu_memory: int | str | None = None, moves: str = OFF) -> torch.device:
+def device_of(device: str | torch.device, gpu_memory: int | str | None = None, moves: str = OFF) -> torch.device:
     """The device of a model. Raises if it does not exist, or if the other arguments are not for it."""
     check_moves(moves, FAST)
     target = parse_device(device).torch

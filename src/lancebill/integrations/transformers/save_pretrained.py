@@ -20,7 +20,7 @@ from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import choose_target
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.transformers.packed_rest import RestReport
-from lancebill.integrations.transformers.saved_modules import rest_modules, target_as_stored
+from lancebill.integrations.transformers.saved_modules import is_stored_as, rest_modules, target_as_stored
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
@@ -84,7 +84,7 @@ def save_packed(
     is_main_process: bool = True,
     **keywords: Any,
 ) -> None:
-    """Write the checkpoint; `format` names the checkpoint format if something was requantised.
+    """Write the checkpoint; `format` names the checkpoint format, by default the stored one if nothing was requantised.
 
     `rest` says which modules outside the experts are packed, and which of them were requantised while loading.
     Other keywords of transformers' `save_pretrained` raise, unless they are false or in `_IGNORED`.
@@ -98,12 +98,12 @@ def save_packed(
         raise CannotEncode("this model was not loaded by lancebill.from_pretrained")
     origin.check_unchanged(model)
     rest, spec = rest or RestReport(), origin.target()
-    if spec is None and not rest.requantized:
+    if spec is None and not rest.requantized and (format is None or is_stored_as(origin.checkpoint, format)):
         _copy(origin.checkpoint, folder, overwrite)
         return
     if origin.checkpoint.path.is_file():
         raise CannotEncode(
-            "a GGUF model that was requantised while loading cannot be saved",
+            "a GGUF model can only be saved as the file that it was loaded from",
             where=str(origin.checkpoint.path),
             hint="`lancebill convert --experts-only` writes its experts in another format",
         )

@@ -12,20 +12,25 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.other_modules import OtherModule, find_module
 from lancebill.checkpoint.write.rest import RestModule
-from lancebill.checkpoint.write.target import Target, choose_target
+from lancebill.checkpoint.write.target import ALIASES, Target, choose_target
 from lancebill.errors import CannotEncode, MissingTensor
 from lancebill.integrations.transformers.packed_rest import RestReport
 from lancebill.numbers.codec import recasts
 
 
+def is_stored_as(checkpoint: Checkpoint, format: str) -> bool:
+    """Whether this is the format of the checkpoint itself."""
+    return manifests.build(checkpoint.config, checkpoint.headers).format.name == ALIASES.get(format, format)
+
+
 def target_as_stored(checkpoint: Checkpoint, format: str | None) -> Target:
-    """The target for experts that keep their stored numbers, beside modules that do not."""
+    """The target for experts that keep their stored numbers, in another format or beside modules that do not."""
     manifest = manifests.build(checkpoint.config, checkpoint.headers)
     schemes = {p.scheme for layer in manifest.layers.values() for p in layer.projections.values()}
     specs = {scheme.spec for scheme in schemes}
     if len(specs) != 1 or any(scheme.act_order for scheme in schemes):
         got = "experts with an act-order" if len(specs) == 1 else f"experts of {len(specs)} specs"
-        raise CannotEncode("experts that keep such numbers cannot be saved beside requantised modules", got=got)
+        raise CannotEncode("experts with such numbers can only be saved as they are stored", got=got)
     spec = specs.pop()
     target = choose_target(spec, format)
     if not recasts(spec, target.spec):
