@@ -215,5 +215,5 @@ $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* .venv-tool-* $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info $(addsuffix /*.so,$(NATIVE))
+	rm -rf $(VENV) .venv-transformers-* .venv-tool-* .venv-site $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info $(addsuffix /*.so,$(NATIVE))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

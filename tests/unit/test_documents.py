@@ -63,7 +63,7 @@ def test_mentioned_files_and_names_exist(path: Path) -> None:
     for mentioned in re.findall(r"`(?!src/|tests/|docs/|benchmarks/|scripts/)(\w+(?:/\w+)*\.py)`", text):
         assert mentioned in FILES, f"{path.name} mentions {mentioned}"
     for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+        assert (path.parent / target).is_file(), f"{path.name} links to {target}"
     for mentioned in re.findall(r"`(test_\w+)`", text):
         assert mentioned in _names("tests"), f"{path.name} mentions {mentioned}"
     for mentioned in re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.\w+)*`", text):
