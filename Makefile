@@ -170,7 +170,7 @@ fuzz: $(VENV)/.installed-dev
 
 # The parts of docs/reliability.md that need no GPU, one after the other; a part that fails does not stop the others. With
 # a GPU: PARTS="gpu gpu_refits loading suite". tests/campaign/shards.py runs parts on many cores for a limited time.
-PARTS ?= suite damage io_faults kills cache refits loading sanitizers races kernels fuzz soak
+PARTS ?= suite exact damage io_faults kills cache refits loading sanitizers races kernels fuzz soak
 campaign: $(VENV)/.installed-dev
 	@for part in $(PARTS); do echo "== $$part"; \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/campaign/$$part.py --record || failed="$$failed $$part"; done; \

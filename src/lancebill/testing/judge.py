@@ -53,7 +53,7 @@ class Case:
     routed: Indexed
 
 
-_SPECS = (
+SPECS = (
     "bf16", "mxfp4", "nvfp4", "nvfp4-div", "nf4", "mxfp8", "mxfp6-e2m3", "int4-g32", "int4-g128", "int4-g32-zp",
     "int3-g64", "int8", "int2-g64-zp", "fp8-tensor", "fp8-channel", "fp8-block", "ternary-tensor",
     "uint4-g32:uint6-g256:fp16-min.g32:uint6-min.g256:fp16",
@@ -71,9 +71,9 @@ def cases(seed: int = 0) -> tuple[Case, ...]:
 
 
 def _generate_cases(seed: int) -> Iterator[Case]:
-    for index, name in enumerate(_SPECS):
+    for index, name in enumerate(SPECS):
         spec = parse_spec(name)
-        yield _exact(f"exact {name}", spec, seed + index)
+        yield exact_case(f"exact {name}", spec, seed + index)
         activation = _ACTIVATIONS[index % len(_ACTIVATIONS)]
         yield _tight(f"{name} {activation}", spec, activation, seed + index, bias=index % 3 == 0)
     mxfp4, zp = parse_spec("mxfp4"), parse_spec("int4-g32-zp")
@@ -246,18 +246,23 @@ def _rotated(row: Tensor, block: int) -> Tensor:
     return (row.view(-1, block) @ matrix / math.sqrt(block)).view(row.shape)
 
 
-def _exact(name: str, spec: QuantSpec, seed: int) -> Case:
-    """A case with exact results: ungated squared ReLU maps integers to integers; scales are powers of two."""
+def exact_case(
+    name: str, spec: QuantSpec, seed: int, *, experts: int = 3, hidden: int = 128, inter: int = 128, tokens: int = 7
+) -> Case:
+    """A case with exact results: ungated squared ReLU maps integers to integers; scales are powers of two.
+
+    As many inputs of a row are not zero however many there are, so that sums have no more bits than fp32.
+    """
     g = torch.Generator().manual_seed(seed)
-    size = {"experts": 3, "hidden": 128, "inter": 128, "tokens": 7}
+    size = {"experts": experts, "hidden": hidden, "inter": inter, "tokens": tokens}
     problem = _problem(spec, Activation("relu2_no_mul"), size, inputs="fp32", dtype=torch.float32)
     weights = {
         matrix: [_integer_weight(shape, g) for _ in range(problem.experts)]
         for matrix, shape in problem.matrices.items()
     }
-    x = torch.randint(-1, 2, (size["tokens"], size["hidden"]), generator=g).float()
-    x *= torch.rand(x.shape, generator=g) < 0.1
-    return Case(name, EXACT, problem, weights, x, _routing(problem, size["tokens"], g, whole=True))
+    x = torch.randint(-1, 2, (tokens, hidden), generator=g).float()
+    x *= torch.rand(x.shape, generator=g) < 12.8 / hidden
+    return Case(name, EXACT, problem, weights, x, _routing(problem, tokens, g, whole=True))
 
 
 def _integer_weight(shape: MatrixShape, g: torch.Generator) -> LogicalWeight:
