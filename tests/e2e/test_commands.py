@@ -96,6 +96,20 @@ def test_chat(model: Path, backend: str) -> None:
     assert [len(answer.split()) for answer in answers] == [3, 3]
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch-cpu"])
+def test_answers_end_with_the_context(model: Path, backend: str) -> None:
+    """The model has 64 positions. A message that does not fit is refused, and the conversation goes on."""
+    words = ["--max-tokens", "30", "--backend", backend, "--weights", "int8"]
+    long, longer = "w1 " * 50, "w1 " * 64
+    done = CliRunner().invoke(app, ["generate", str(model), long, "--raw", "--json", *words])
+    assert done.exit_code == 0 and json.loads(done.stdout)["answers"][0]["tokens"] <= 14, done.output
+    done = CliRunner().invoke(app, ["generate", str(model), longer, "--raw", *words])
+    assert done.exit_code == 2 and "at most 63 tokens" in done.output
+    done = CliRunner().invoke(app, ["chat", str(model), *words], input=f"{longer}\nw1\n")
+    assert done.exit_code == 0 and "longer than the model's context" in done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("w")]
+
+
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Types text at a terminal, which is stdin; Ctrl-D ends it."""

@@ -55,7 +55,8 @@ class Choice:
 
     def table(self) -> str:
         """Every backend and why, as text."""
-        lines = ["no backend computes this" if self.chosen is None else f"{self.chosen.backend.name} computes this"]
+        refused = "no backend computes this" if self.requested == AUTO else f"{self.requested} does not compute this"
+        lines = [refused if self.chosen is None else f"{self.chosen.backend.name} computes this"]
         for verdict in self.verdicts:
             lines.append(f"  {verdict.backend.name}: {self.why(verdict)}")
         return "\n".join(lines)
@@ -67,8 +68,9 @@ class Choice:
         estimate = f"about {verdict.plan.estimate_us:,.0f} us" if verdict.plan else "no estimate"
         if self.chosen is not None and verdict.backend is self.chosen.backend:
             return f"chosen, {estimate}"
-        note = "only on request" if verdict.backend.on_request else "supported, slower"
-        return f"{note}, {estimate}"
+        if verdict.backend.on_request:
+            return f"only on request, {estimate}"
+        return f"supported, {'' if self.chosen is None else 'slower, '}{estimate}"
 
     def describe(self) -> dict[str, object]:
         """For `--json`."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lancebill.cli import models
+from lancebill.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Answering:
         from lancebill.integrations.transformers.streaming import GeneratedText, generate_streamed
         from lancebill.serving.text import TextStream
 
+        wanted = _fitting(wanted, self.model.config, prompt["input_ids"].shape[1])
         self.seed += 1  # answers of one conversation do not repeat each other's random numbers
         if self.runner is None:
             torch.manual_seed(self.seed - 1)
@@ -78,6 +80,17 @@ class Answering:
             earlier.append(token)
             new = [token]
             yield token
+
+
+def _fitting(wanted: AnswerOptions, config: Any, prompt: int) -> AnswerOptions:
+    """An answer that ends where the model's positions end."""
+    context = config.get_text_config().to_dict().get("max_position_embeddings")
+    if not isinstance(context, int):
+        return wanted
+    if prompt >= context:
+        what = "the prompt is longer than the model's context"
+        raise SpecError(what, expected=f"at most {context - 1:,} tokens", got=f"{prompt:,}")
+    return replace(wanted, tokens=min(wanted.tokens, context - prompt))
 
 
 def _native_runner(model: Any) -> Any:

@@ -58,7 +58,11 @@ def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOpt
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _answer(answering, messages, wanted)})
+        try:
+            messages.append({"role": "assistant", "content": _answer(answering, messages, wanted)})
+        except SpecError as error:  # the conversation is too long
+            messages.pop()
+            ui.print_error(error, ui.console(error=True))
 
 
 def _answer(answering: Answering, messages: list[dict[str, str]], wanted: AnswerOptions) -> str:

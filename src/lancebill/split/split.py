@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lancebill.errors import SpecError
 
 _UNITS = {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def parse_bytes(given: int | str) -> int:
     if isinstance(given, int):
         number, unit = float(given), ""
     else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)?\s*", given)
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|[KMGT]I?B)?\s*", given.upper())
         number, unit = (float(found[1]), found[2] or "") if found else (-1.0, "")
     if number < 0:
         raise SpecError("not an amount of memory", expected="bytes, or a text such as 20GiB", got=given)

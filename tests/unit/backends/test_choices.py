@@ -33,8 +33,10 @@ SIZES = {"hidden": 256, "intermediate": 256, "experts": 4, "top_k": 2}
 
 def test_a_choice_without_a_backend_has_the_reasons() -> None:
     problem = layer_problem("mxfp4", "bf16", **SIZES)
-    with pytest.raises(UnsupportedProblem, match="runs on CPUs only"):
+    with pytest.raises(UnsupportedProblem, match="runs on CPUs only") as refused:
         oracle.select(problem, HOPPER, "torch-cpu")
+    assert "torch-cpu does not compute this" in str(refused.value)
+    assert "reference: supported, about" in str(refused.value)  # nothing was chosen that it could be slower than
     choice = oracle.explain(problem, HOPPER, "torch-cpu")
     assert choice.chosen is None
     with pytest.raises(UnsupportedProblem, match="runs on CPUs only"):

@@ -40,7 +40,9 @@ def test_a_budget_is_spent_evenly_and_never_exceeded() -> None:
 
 
 def test_amounts_of_memory() -> None:
-    assert [parse_bytes(given) for given in (7, "7", "2 KB", "1.5GiB", "3 B")] == [7, 7, 2000, 3 << 29, 3]
+    assert [parse_bytes(given) for given in (7, "7", "2 KB", "2kB", "1.5GiB", "1gib", "3 B")] == [
+        7, 7, 2000, 2000, 3 << 29, 1 << 30, 3,
+    ]  # fmt: skip
     for wrong in ("", "GiB", "-1GiB", "1e9", "1 XB", -5):
         with pytest.raises(SpecError, match="amount of memory"):
             parse_bytes(wrong)
