@@ -64,8 +64,8 @@ FIGURES: dict[str, tuple[Target, ...]] = {
             tests=(f"{UNIT}/formats/test_formats.py", f"{UNIT}/numbers/test_bit_packing.py"),
         ),
         Target(
-            "N3", "layers with exact results, on every backend: bits against float64", "2,000 cases, 0 differ", "exact.py",
-            tests=(_GPU_EXACT,),
+            "N3", "layers with exact results on every backend: bits, against float64", "2,000 cases, 0 differ",
+            "exact.py", tests=(_GPU_EXACT,),
         ),
         Target("N4", "random problems against the reference", "100,000 a CPU level, 10,000 on the GPU", "kernels.py"),
         Target(
