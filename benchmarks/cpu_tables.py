@@ -39,7 +39,30 @@ def _streams_table(file: ResultFile) -> str:
         f"native step with so many sequences, and throughput against one.{_served(served)}"
         f"{_load(file, record['threads'])} {links(file.name)}"
     )
-    return markdown_table(("sequences", "a step", "throughput"), rows, note)
+    return markdown_table(("sequences", "a step", "throughput"), rows, note) + _split_table(file)
+
+
+KINDS = ("experts", "dense", "head", "attention")  # of work in a step; the others are little
+
+
+def _split_table(file: ResultFile) -> str:
+    record = file.record
+    if "split" not in record:
+        return ""
+    rows = []
+    for row in record["split"]:
+        rest = sum(value for kind, value in row.items() if kind not in ("sequences", "tokens", "all", *KINDS))
+        times = (row["all"], *(row[kind] for kind in KINDS), rest)
+        rows.append((f"{row['sequences']} x {row['tokens']}", *(f"{value:.1f}" for value in times)))
+    first = [
+        f"{row['prompts']} x {row['tokens']} tokens {row['native_ms']:.1f} and {row['own_ms']:.1f}"
+        for row in record["prompts"]
+    ]
+    note = (
+        "What takes the time of such a step, in ms: each kind of work alone, the fastest of several runs. Prompts, "
+        f"natively and by the model's own operators: {', '.join(first)}. {links(file.name)}"
+    )
+    return "\n" + markdown_table(("sequences x tokens", "all", *KINDS, "rest"), rows, note)
 
 
 def _load(file: ResultFile, threads: int) -> str:

@@ -20,7 +20,7 @@ constexpr int64_t kManyRows = 64;
 constexpr int64_t kRowsPerTask = 4;  // input rows quantised in one task
 
 // values = values * row_scale + bias, for consecutive blocks.
-inline void finish_rows(const Packed& p, int64_t block, int64_t blocks, float* __restrict values) {
+LANCEBILL_INLINE void finish_rows(const Packed& p, int64_t block, int64_t blocks, float* __restrict values) {
   const lancebill_matrix& m = *p.matrix;
   const int64_t first = block * kRows, count = blocks * kRows;
   if (m.row_scale != nullptr) {
@@ -31,7 +31,7 @@ inline void finish_rows(const Packed& p, int64_t block, int64_t blocks, float* _
   }
 }
 
-inline void add_weighted(float* __restrict sums, const float* __restrict values, float weight, int64_t count) {
+LANCEBILL_INLINE void add_weighted(float* __restrict sums, const float* __restrict values, float weight, int64_t count) {
   for (int64_t i = 0; i < count; i++) sums[i] += weight * values[i];
 }
 
@@ -45,7 +45,7 @@ struct ToHidden {
   }
 
   // `values`: 16 results for each of `blocks` blocks. A gate block and its up block always come in the same call.
-  void write(int64_t slot, int64_t block, int64_t blocks, float* values) const {
+  LANCEBILL_INLINE void write(int64_t slot, int64_t block, int64_t blocks, float* values) const {
     finish_rows(call.first, block, blocks, values);
     const int64_t per_output = call.gated ? 2 : 1;
     float* hidden = destination(slot, block);
@@ -67,16 +67,18 @@ struct ToOutput {
     return static_cast<const uint8_t*>(call.work->out) + (row * call.work->out_stride + column) * bytes;
   }
 
-  void write(int64_t slot, int64_t block, int64_t blocks, float* values) const {
-    const lancebill_work& work = *call.work;
+  LANCEBILL_INLINE void write(int64_t slot, int64_t block, int64_t blocks, float* values) const {
     finish_rows(call.last, block, blocks, values);
     const int64_t row = call.row_of[slot], column = (block - base) * kRows;
-    if (!call.by_tokens()) {
-      const int64_t count = min_of(blocks * kRows, call.last.matrix->rows - column);
-      return store_row(values, count, work.out_type, work.out, row * work.out_stride + column);
-    }
-    const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
+    if (!call.by_tokens()) return store(row, column, blocks, values);
+    const float weight = call.work->weight_on_input ? 1.0f : call.weight_of[slot];
     add_weighted(call.sums_of(row) + column, values, weight, blocks * kRows);
+  }
+
+  void store(int64_t row, int64_t column, int64_t blocks, const float* values) const {
+    const lancebill_work& work = *call.work;
+    const int64_t count = min_of(blocks * kRows, call.last.matrix->rows - column);
+    store_row(values, count, work.out_type, work.out, row * work.out_stride + column);
   }
 };
 

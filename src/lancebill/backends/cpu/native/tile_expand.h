@@ -34,8 +34,8 @@ class Expander {
   uint16_t* tile(int64_t k, int block) const { return buffer_ + ((k & mask_) * kPair + block) * kTileHalves; }
 
   // Applies the correction factors to the sixteen sums of one block and one input row.
-  LANCEBILL_INLINE void finish(int block, float factor, float* values) const {
-    __m512 scaled = _mm512_mul_ps(_mm512_load_ps(values), _mm512_set1_ps(factor));
+  LANCEBILL_INLINE void finish(int block, const float* sums, float factor, float* values) const {
+    __m512 scaled = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(factor));
 #ifdef __AVX512FP16__
     if (expands_in_fp16(p_)) scaled = _mm512_mul_ps(scaled, _mm512_load_ps(fp16_blocks_[block].correction()));
 #endif

@@ -125,14 +125,17 @@ struct Amx : Avx512 {
         const int64_t rows = min_of<int64_t>(end - first, kPassRows), input_tiles = (rows + kTileRows - 1) / kTileRows;
         first == slot ? tile_pass<true>(input_tiles, weights, count, inputs.own_record(first), inputs.stride, sums)
                       : tile_pass<false>(input_tiles, weights, count, inputs.own_record(first), inputs.stride, sums);
-        for (int64_t r = 0; r < rows; r++) {
-          alignas(64) float values[kPair][kRows];
-          for (int64_t b = 0; b < blocks; b++) {
-            std::memcpy(values[b], sums[r / kTileRows][b] + r % kTileRows * kRows, sizeof values[b]);
-            weights.finish(static_cast<int>(b), inputs.factors[first + r], values[b]);
+        const auto write = [&](auto count) __attribute__((always_inline)) {  // a constant: loops without counters
+          for (int64_t r = 0; r < rows; r++) {
+            alignas(64) float values[count][kRows];
+            for (int b = 0; b < count; b++) {
+              const float* own = sums[r / kTileRows][b] + r % kTileRows * kRows;
+              weights.finish(b, own, inputs.factors[first + r], values[b]);
+            }
+            results.write(first + r, block, count, values[0]);
           }
-          results.write(first + r, block, blocks, values[0]);
-        }
+        };
+        blocks == kPair ? write(Constant<kPair>()) : write(Constant<1>());
       }
     }
     _tile_release();
