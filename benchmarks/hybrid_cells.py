@@ -24,6 +24,7 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.split import executor as executors
 from lancebill.split import large_batches
 from lancebill.split import moves as moving
+from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.host_calls import host_threads, use_host_threads
 from lancebill.split.host_threads import HostThreads
@@ -280,7 +281,8 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     large, host_map = layer.executor.large_batches, layer.host_experts.expert_map
     assert host_map is not None
     rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
-    chosen = large.choose(Indexed(given.ids, given.weights, layer.expert_map), host_map)
+    counts = ChosenExperts(given.ids, host_map.numel()).counts(host_map)
+    chosen = large.choose(counts, tokens, given.x.device)
     forced = {
         "prefill": (rates, BOTH_WORTH),
         "cpu": (replace(rates, copy_gbs=1e-6), BOTH_WORTH),

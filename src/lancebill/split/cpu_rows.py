@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from lancebill.moe.dispatch import Indexed
 
 MOST_SENT = 0.75  # of all rows: with more, choosing rows takes longer than it saves
-_STEP = 64  # numbers of rows are multiples of it, because each number has a call of its own
+STEP = 64  # numbers of rows are multiples of it, because each number has a call of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,17 +30,21 @@ class CpuRows:
 def expected_rows(tokens: float, slots: float) -> float:
     """How many rows are sent, if so many of their slots are the CPU's and lie among them by chance."""
     used = tokens * -math.expm1(-slots / tokens) if tokens else 0.0
-    return used if used <= MOST_SENT * tokens else tokens
+    return used if few_enough(used, tokens) else tokens
 
 
-def rows_of_experts(x: Tensor, dispatch: Indexed, expert_map: Tensor) -> CpuRows:
-    """The rows that use an expert of this map, which is where the rows are. Waits for their number."""
-    ids, experts = dispatch.ids, expert_map.numel()
-    mapped = expert_map[ids.clamp(0, experts - 1).long()] >= 0
-    used = (mapped & (ids >= 0) & (ids < experts)).any(1).nonzero().flatten()
-    count = used.numel()
-    numbers = used.new_zeros(-(-count // _STEP) * _STEP)
-    numbers[:count] = used
-    chosen = ids[numbers]
+def few_enough(used: float, tokens: float) -> bool:
+    """Whether only the rows that use an expert of the CPU are sent."""
+    return used <= MOST_SENT * tokens
+
+
+def padded(rows: Sequence[int]) -> list[int]:
+    """With repetitions of the first row of the batch, so that few different numbers of rows come."""
+    return [*rows, *[0] * (-len(rows) % STEP)]
+
+
+def take_rows(x: Tensor, dispatch: Indexed, numbers: Tensor, count: int) -> CpuRows:
+    """The rows with these numbers, which are where the rows are. From `count` on they are repetitions."""
+    chosen = dispatch.ids[numbers]
     chosen[count:].fill_(-1)  # not by assignment, which may copy the number to the GPU, behind all copies of experts
     return CpuRows(numbers, x[numbers], Indexed(chosen, dispatch.weights[numbers]))

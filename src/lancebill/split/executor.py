@@ -67,9 +67,9 @@ class SplitExecutor(Executor):
     def _run_on_gpu(self, x: Tensor, dense: Indexed, host_map: Tensor, out: Tensor) -> Tensor:
         """Both parts at once. The GPU's kernels round their sum to the dtype of x, before both sums are added."""
         if self.large_batches.may_stream(x):
-            ways = self.large_batches.choose(dense, host_map)
-            if ways.streamed:
-                return self.large_batches.run(x, dense, host_map, ways, out)
+            done = self.large_batches.run(x, dense, host_map, out)
+            if done is not None:
+                return done
         queue = MailboxQueue(x.device) if len(x) <= MAILBOX_ROWS else SideStream(x.device)
         try:
             sums = self.host.calls.queue(queue, self.host.executor, host_map, x, dense)

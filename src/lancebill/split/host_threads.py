@@ -2,10 +2,8 @@
 
 By default one thread for each physical core of one socket but two: a second thread of a core reads memory no faster,
 and memory of another socket is slower. Two cores stay free because the thread that launches kernels or waits for the
-GPU spins, too, and the system needs one: with 15 threads on an H200's host of 16 cores the CPU's part of a split layer
-took 5 to 20 % longer than alone, unless the waiting thread slept; with 14 it took as long. Threads that spin for 2 ms
-instead of 0.2 made it 12 to 55 % slower. Threads stay on the socket, but the system chooses the core: with each on one
-of its own, other threads may land on it, and the CPU's part took up to a third longer.
+GPU spins, too, and the system needs one. Threads stay on the socket, but the system chooses the core: on a core of its
+own, a thread would wait for others that land there.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ cannot be captured: in a graph the CPU computes its whole part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -19,17 +19,30 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.batch_maps import BatchMaps, wave_maps
+from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.cpu_rows import CpuRows, rows_of_experts
+from lancebill.split.cpu_rows import STEP, CpuRows, few_enough, padded, take_rows
 from lancebill.split.gpu_queues import SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
-from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, count_tokens, waves_of
+from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, first_wave, waves_of
 from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
 
 FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
 _STAGES: dict[tuple[Problem, str, str, str], Stage] = {}  # shared by layers: their calls run one after the other
 _RATES: dict[tuple[Problem, str, str, str], Rates] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """The rows of a batch, and the experts that are copied for it."""
+
+    stage: Stage
+    lane: CudaLane
+    waves: Sequence[Sequence[int]]
+    room: BatchMaps
+    x: Tensor
+    dispatch: Indexed
 
 
 class LargeBatches:
@@ -65,72 +78,82 @@ class LargeBatches:
         absent = problem.experts - self.shared
         return expected_ways(absent, tokens, problem.top_k, problem.global_experts, self.size, rates)
 
-    def choose(self, dispatch: Indexed, host_map: Tensor) -> Ways:
-        """The division for these rows. Waits until the device has chosen their experts.
+    def choose(self, counts: Mapping[int, float], tokens: int, device: torch.device) -> Ways:
+        """The division for these rows, given the tokens of each expert."""
+        return choose_ways(counts, tokens, self.size, self._measured(device))
 
-        `host_map` says which experts the host's part has in this call; it may be complete only then.
+    def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, out: Tensor) -> Tensor | None:
+        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
+
+        Waits until the device has chosen the experts. The wire takes longest, so the copies of the first wave are
+        queued before the others are divided. None: copying does not pay, so nothing is computed.
         """
-        rates = self._measured(dispatch.ids.device)
-        return choose_ways(count_tokens(dispatch.ids, host_map), dispatch.ids.shape[0], self.size, rates)
-
-    def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor) -> Tensor:
-        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's."""
-        stage, lane = self._stage(x.device), lane_of(x.device.index or 0)
+        chosen = ChosenExperts(dispatch.ids, host_map.numel())  # the map may be complete only then
+        counts, stage, lane = chosen.counts(host_map), self._stage(x.device), lane_of(x.device.index or 0)
         with lane.batch():
-            return self._run(stage, lane, x, dispatch, host_map, ways, out)
+            lane.begin_batch()
+            first = first_wave(counts, stage.experts)
+            self._copy(stage, lane, [first], 0)
+            ways = self.choose(counts, len(x), x.device)
+            if not ways.streamed:
+                return None
+            waves, room = waves_of(ways.streamed, stage.experts, first), self._room(host_map, x)
+            places = room.write(host_map, [slot for wave in waves for slot in wave], ways.cpu)
+            return self._run(_Batch(stage, lane, waves, room, x, dispatch), chosen, places, ways, out)
 
-    def _run(
-        self, stage: Stage, lane: CudaLane, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor
-    ) -> Tensor:
-        """The wire takes longest, so the copies of the first wave are queued before everything else."""
-        waves = waves_of(ways.streamed, stage.experts)
-        lane.begin_batch()
-        self._copy(stage, lane, waves, 0)
-        room = self._room(host_map, x.device)
-        places = room.write(host_map, ways.streamed, ways.cpu)
-        copied, on_cpu = room.on_device()
-        side, sums, rows = None, None, None
+    def _run(self, batch: _Batch, chosen: ChosenExperts, places: Tensor, ways: Ways, out: Tensor) -> Tensor:
+        """`places` is the CPU's map."""
+        stage, lane, waves, x = batch.stage, batch.lane, batch.waves, batch.x
+        used = chosen.rows(places) if ways.cpu else []
+        some = bool(used) and few_enough(len(used), len(x))
+        if some:
+            batch.room.add_rows(padded(used))
+        copied, numbers = batch.room.on_device()
+        rows = take_rows(x, batch.dispatch, numbers, len(used)) if some else None
+        side, sums = None, None
         try:
-            if ways.cpu:
-                rows = rows_of_experts(x, dispatch, on_cpu) if ways.rows < x.shape[0] else None
-                given, slots = (x, dispatch) if rows is None else (rows.x, rows.dispatch)
+            if used:
                 side = SideStream(x.device)
-                sums = self.host.calls.queue(side, self.host.executor, places, given, slots, fetch=True)
+                given = (x, batch.dispatch) if rows is None else (rows.x, rows.dispatch)
+                sums = self.host.calls.queue(side, self.host.executor, places, *given, fetch=True)
             self._copy(stage, lane, waves, 1)
             maps = wave_maps(copied, len(waves), stage.experts)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
-                total = self._on_gpu(stage, lane, waves, maps, x, dispatch)
+                total = self._on_gpu(batch, maps)
         finally:
             if side is not None:
                 side.join()
         if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-            x = x.clone()  # the result may be written over it before it is read again
+            batch = replace(batch, x=x.clone())  # the result may be written over it before it is read again
         out.copy_(_together(total, sums, rows))
-        if flags and bool(any_set(flags)):
+        if flags and _was_unusual(lane, flags):
             lane.begin_batch()
             for number in range(BUFFERS):
                 self._copy(stage, lane, waves, number)
             with repeating():
-                out.copy_(_together(self._on_gpu(stage, lane, waves, maps, x, dispatch), sums, rows))
+                out.copy_(_together(self._on_gpu(batch, maps), sums, rows))
         return out
 
     def _copy(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]], number: int) -> None:
         copy_wave(stage, lane, self.host.executor.tensors.packed(), waves, number)
 
-    def _room(self, host_map: Tensor, device: torch.device) -> BatchMaps:
-        if device not in self._maps:
-            self._maps[device] = BatchMaps(self.host.executor.problem.experts, host_map.numel(), device)
-        return self._maps[device]
+    def _room(self, host_map: Tensor, x: Tensor) -> BatchMaps:
+        held = self._maps.get(x.device)
+        if held is None or held.tokens < len(x):
+            tokens = 1 << (max(len(x), STEP) - 1).bit_length()
+            held = BatchMaps(self.host.executor.problem.experts, host_map.numel(), tokens, x.device)
+            self._maps[x.device] = held
+        return held
 
-    def _on_gpu(
-        self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]], maps: Tensor, x: Tensor, dispatch: Indexed
-    ) -> Tensor:
+    def _on_gpu(self, batch: _Batch, maps: Tensor) -> Tensor:
         """The GPU's own experts and those that are copied, fp32."""
+        x, dispatch = batch.x, batch.dispatch
         if self.own.problem.experts:
             total = self.own.run(x, dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
         else:
             total = torch.zeros_like(x, dtype=torch.float32)
-        add_streamed(stage, lane, self.host.executor.tensors.packed(), waves, maps, x, dispatch, total)
+        held = self.host.executor.tensors.packed()
+        add_streamed(batch.stage, batch.lane, held, batch.waves, maps, x, dispatch, total)
         return total
 
     def known_rates(self) -> Rates:
@@ -156,6 +179,12 @@ class LargeBatches:
             assert isinstance(executor, CpuExecutor)
             _RATES[key] = measure_rates(executor, self._stage(device), lane_of(device.index or 0))
         return _RATES[key]
+
+
+def _was_unusual(lane: CudaLane, flags: list[Tensor]) -> bool:
+    """Asked when the last wave is packed: the host need not wait until it is computed."""
+    with lane.packed():
+        return bool(any_set(flags))
 
 
 def _together(total: Tensor, sums: Tensor | None, rows: CpuRows | None) -> Tensor:

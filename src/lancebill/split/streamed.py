@@ -107,28 +107,15 @@ class Stage:
             self.pack(buffer, count)
 
 
-def count_tokens(ids: Tensor, expert_map: Tensor) -> dict[int, float]:
-    """How many rows each expert of a part has, counted where the ids are. Waits for the result.
-
-    The map is in host memory, and is read when the counts are there.
-    """
-    known = expert_map.numel()
-    places = ids.clamp(-1, known).long().flatten() + 1  # the first and the last place are for ids without an expert
-    ones = torch.ones_like(places, dtype=torch.float32)
-    counts = torch.zeros(known + 2, device=ids.device).scatter_add_(0, places, ones).tolist()[1:-1]
-    used: dict[int, float] = {}
-    for slot, count in zip(expert_map.tolist(), counts):
-        if slot >= 0 and count:
-            used[slot] = used.get(slot, 0.0) + count
-    return used
+def first_wave(counts: Mapping[int, float], each: int) -> list[int]:
+    """The experts with the most tokens: whichever way others go, these are copied."""
+    return sorted(sorted(counts, key=lambda slot: (-counts[slot], slot))[:each])
 
 
-def waves_of(slots: Sequence[int], each: int) -> list[Sequence[int]]:
-    """The experts that are copied, packed and computed together.
-
-    Last waves that become smaller and smaller were slower on an H200, and so were larger waves: see docs/hybrid.md.
-    """
-    return [slots[first : first + each] for first in range(0, len(slots), each)]
+def waves_of(slots: Sequence[int], each: int, first: Sequence[int] = ()) -> list[Sequence[int]]:
+    """The experts that are copied, packed and computed together. `first` are those of the first wave, if chosen."""
+    rest = [slot for slot in slots if slot not in set(first)] if first else slots
+    return [*([first] if first else []), *(rest[at : at + each] for at in range(0, len(rest), each))]
 
 
 def copy_wave(

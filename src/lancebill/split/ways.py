@@ -36,7 +36,8 @@ class Rates:
     token_us: float = 0.0  # and for each token of the batch
     wave_experts: int = 1
     call_us: float = 100.0  # to the CPU and back
-    wait_us: float = 250.0  # until the host knows which experts are used, and the first copies are queued
+    wait_us: float = 300.0  # until the host knows which experts are used, and the first copies are queued
+    divide_us: float = 800.0  # from then until the CPU has its rows, if it has only some experts
     sums_gbs: float = 20.0  # sums of rows, however few of the CPU's experts they use: fitted to measured calls
     cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
 
@@ -112,7 +113,7 @@ class _Batch:
         if pieces not in self._on_cpu_us:
             taken = {count: self._expert_us(count, pieces) for count in set(self.counts)}
             self._on_cpu_us[pieces] = list(accumulate((taken[count] for count in self.counts), initial=0.0))
-        wait_us = rates.wait_us if number < len(self.counts) else 0.0
+        wait_us = rates.wait_us + rates.divide_us if number < len(self.counts) else 0.0
         return wait_us + rates.call_us + rows * row_us + self._on_cpu_us[pieces][number]
 
     def _expert_us(self, count: float, pieces: int) -> float:

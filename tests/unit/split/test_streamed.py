@@ -23,10 +23,11 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.numbers.unusual import unusual
 from lancebill.split import batch_maps, cpu_rows, large_batches, measure_rates, streamed
 from lancebill.split.batch_maps import wave_maps
-from lancebill.split.cpu_rows import expected_rows, rows_of_experts
+from lancebill.split.chosen_experts import ChosenExperts
+from lancebill.split.cpu_rows import expected_rows, padded, take_rows
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
-from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, count_tokens, waves_of
+from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, first_wave, waves_of
 from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, _Batch, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
@@ -45,10 +46,11 @@ class OrderedLane:
     @contextmanager
     def batch(self) -> Iterator[None]:
         yield
-        assert not self.busy, "the next batch may fill all buffers"
+
+    packed = batch
 
     def begin_batch(self) -> None:
-        assert not self.busy
+        self.busy.clear()  # by work of the last batch, which has ended
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.copied += source.nbytes
@@ -89,7 +91,7 @@ def test_copied_experts_give_what_the_cpu_gives(
     x, ids, weights = make_inputs(9)
     x, ids = x.float(), ids.long()
     ids[0, 1], ids[1, 0] = -1, SIZE.experts + 7
-    counts = count_tokens(ids, host.expert_map)
+    counts = ChosenExperts(ids, SIZE.experts).counts(host.expert_map)
     assert sum(counts.values()) == sum(int(host.expert_map[i]) >= 0 for i in ids.flatten() if 0 <= i < SIZE.experts)
     slots, lane, total = sorted(counts), OrderedLane(), torch.zeros(x.shape)
     waves = waves_of(slots, stage.experts)
@@ -103,6 +105,13 @@ def test_copied_experts_give_what_the_cpu_gives(
     assert lane.copied == len(slots) * each, "only experts with tokens, each once"
     want = host.compute(x, ids, weights, torch.empty_like(x))
     assert torch.allclose(total, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_the_first_wave_has_the_most_used_experts() -> None:
+    first = first_wave({4: 2.0, 1: 9.0, 3: 5.0, 0: 1.0, 7: 5.0}, 2)
+    assert first == [1, 3]
+    assert waves_of((0, 1, 3, 4, 7), 2, first) == [[1, 3], [0, 4], [7]] and waves_of((0, 1, 3), 2) == [(0, 1), (3,)]
+    assert first_wave({2: 1.0}, 5) == [2] and waves_of((2,), 5, [2]) == [[2]]
 
 
 class InstantQueue:
@@ -150,8 +159,11 @@ def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
     x, weights = torch.arange(6.0).unsqueeze(1), torch.rand(6, 2)
     ids = torch.tensor([[0, 1], [2, 3], [-1, 3], [1, 0], [9, 2], [1, 9]])
     expert_map = torch.tensor([-1, -1, 0, -1], dtype=torch.int32)
-    sent = rows_of_experts(x, Indexed(ids, weights), expert_map)
-    assert sent.numbers[:2].tolist() == [1, 4] and len(sent.numbers) % 64 == 0
+    chosen = ChosenExperts(ids, 4)
+    assert chosen.rows(torch.full((4,), -1)) == [] and chosen.rows(torch.arange(4)) == [0, 1, 2, 3, 4, 5]
+    used = chosen.rows(expert_map)
+    sent = take_rows(x, Indexed(ids, weights), torch.tensor(padded(used)), len(used))
+    assert sent.numbers[:2].tolist() == used == [1, 4] and len(sent.numbers) % 64 == 0
     assert sent.x[:2, 0].tolist() == [1.0, 4.0] and (sent.dispatch.ids[2:] == -1).all()
     assert torch.equal(sent.dispatch.ids[:2], ids[[1, 4]]) and torch.equal(sent.dispatch.weights[:2], weights[[1, 4]])
     sums = torch.zeros(len(sent.numbers), 1)
@@ -161,14 +173,15 @@ def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
 
 def test_maps_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
-    room, expert_map = batch_maps.BatchMaps(4, 6, torch.device("cpu")), torch.tensor([-1, 3, 0, -1, 2, 1])
-    for copied, on_cpu in (((0, 1, 3), (2,)), ((1, 2), ()), ((), (3, 0))):
+    room, expert_map = batch_maps.BatchMaps(4, 6, 3, torch.device("cpu")), torch.tensor([-1, 3, 0, -1, 2, 1])
+    for copied, on_cpu, sent in (((0, 1, 3), (2,), [5]), ((1, 2), (), []), ((2, 3), (3, 0), [1, 7, 8])):
         places = room.write(expert_map, copied, on_cpu)
-        numbers, places_there = room.on_device()
-        assert (
-            places.tolist() == places_there.tolist() == [slot if slot in on_cpu else -1 for slot in expert_map.tolist()]
-        )
-        assert numbers.tolist() == [copied.index(slot) if slot in copied else -1 for slot in expert_map.tolist()]
+        room.add_rows(sent)
+        numbers, rows = room.on_device()
+        assert places.tolist() == [slot if slot in on_cpu else -1 for slot in expert_map.tolist()]
+        ways = set(copied) - set(on_cpu)
+        assert numbers.tolist() == [copied.index(slot) if slot in ways else -1 for slot in expert_map.tolist()]
+        assert rows.tolist() == sent
     assert wave_maps(torch.tensor([-1, 2, 0, -1, 1]), 2, 2).tolist() == [[-1, -1, 0, -1, 1], [-1, 0, -1, -1, -1]]
 
 
@@ -194,7 +207,9 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
     layer, whole = (
         RoutedExperts.from_checkpoint(folder, 0, gpu_experts=number, moves=moves) for number in (1, SIZE.experts)
     )
-    without_gpu(monkeypatch, OrderedLane(), Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0, wait_us=0, sums_gbs=1e9))
+    without_gpu(
+        monkeypatch, OrderedLane(), Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0, sums_gbs=1e9)
+    )
     executor = layer.executor
     assert isinstance(executor, SplitExecutor) and layer.expert_map is not None
     for seed in range(3):
@@ -202,11 +217,14 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
         given = Indexed(ids, weights, layer.expert_map)
         with executor._maps(given) as maps:
             given = Indexed(ids, weights, maps.own)
-            ways = executor.large_batches.choose(given, maps.host)
+            counts = ChosenExperts(ids, SIZE.experts).counts(maps.host)
+            ways = executor.large_batches.choose(counts, len(x), x.device)
             assert bool(ways.cpu) == (cpu_gbs > 1) and bool(ways.streamed) == (cpu_gbs < 1e9)
-            if not ways.streamed:
+            out = executor.large_batches.run(x, given, maps.host, torch.empty_like(x))
+            assert (out is None) == (not ways.streamed)
+            if out is None:
                 continue
-            got = executor.large_batches.run(x, given, maps.host, ways, torch.empty_like(x)).float()
+            got = out.float()
             want = whole(x, topk_ids=ids, topk_weights=weights).float()
             assert float((got - want).abs().max() / want.abs().max()) < 2e-2, seed
 
@@ -234,9 +252,10 @@ def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
     x, ids, weights = make_inputs(9)
     given, large, found = Indexed(ids, weights, layer.expert_map), executor.large_batches, []
     for wrong[0] in (True, False):
-        ways, copy = large.choose(given, layer.host_experts.expert_map), x.clone()
-        out = copy if in_place else torch.empty_like(x)
-        found.append(large.run(copy, given, layer.host_experts.expert_map, ways, out))
+        copy = x.clone()
+        out = large.run(copy, given, layer.host_experts.expert_map, copy if in_place else torch.empty_like(x))
+        assert out is not None
+        found.append(out)
     assert torch.equal(*found) and lane.copied % 3 == 0, "twice, then once"
 
 
