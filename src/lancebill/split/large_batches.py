@@ -34,7 +34,7 @@ _RATES: dict[tuple[Problem, str, str, str], Rates] = {}
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class StreamedBatch:
     """The rows of a batch, and the experts that are copied for it."""
 
     stage: Stage
@@ -99,9 +99,9 @@ class LargeBatches:
                 return None
             waves, room = waves_of(ways.streamed, stage.experts, first), self._room(host_map, x)
             places = room.write(host_map, [slot for wave in waves for slot in wave], ways.cpu)
-            return self._run(_Batch(stage, lane, waves, room, x, dispatch), chosen, places, ways, out)
+            return self._run(StreamedBatch(stage, lane, waves, room, x, dispatch), chosen, places, ways, out)
 
-    def _run(self, batch: _Batch, chosen: ChosenExperts, places: Tensor, ways: Ways, out: Tensor) -> Tensor:
+    def _run(self, batch: StreamedBatch, chosen: ChosenExperts, places: Tensor, ways: Ways, out: Tensor) -> Tensor:
         """`places` is the CPU's map."""
         stage, lane, waves, x = batch.stage, batch.lane, batch.waves, batch.x
         used = chosen.rows(places) if ways.cpu else []
@@ -145,7 +145,7 @@ class LargeBatches:
             self._maps[x.device] = held
         return held
 
-    def _on_gpu(self, batch: _Batch, maps: Tensor) -> Tensor:
+    def _on_gpu(self, batch: StreamedBatch, maps: Tensor) -> Tensor:
         """The GPU's own experts and those that are copied, fp32."""
         x, dispatch = batch.x, batch.dispatch
         if self.own.problem.experts:
