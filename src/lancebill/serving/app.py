@@ -31,20 +31,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of request: its parameters, the one that it needs besides the model, and the last event of its stream."""
-
-    table: Mapping[str, parameters.Read]
-    required: str
-    done: str = "data: [DONE]\n\n"
-
-
-CHAT = Kind(parameters.CHAT, "messages")
-COMPLETION = Kind(parameters.COMPLETION, "prompt")
-RESPONSE = Kind(parameters.RESPONSE, "input", done="")
-
-
 class ClientGone(Exception):
     """The client closed its connection; nobody reads the reply."""
 
@@ -185,22 +171,23 @@ class App:
         return {**head, "max_model_len": length}
 
     async def _chat(self, call: Call) -> int:
-        return await self._generate(call, CHAT, lambda values: ChatReply(self.served))
+        values = await _values(call, parameters.CHAT, "messages")
+        return await self._generate(call, values, ChatReply(self.served), done="data: [DONE]\n\n")
 
     async def _completion(self, call: Call) -> int:
-        return await self._generate(call, COMPLETION, lambda values: CompletionReply(self.served))
+        values = await _values(call, parameters.COMPLETION, "prompt")
+        return await self._generate(call, values, CompletionReply(self.served), done="data: [DONE]\n\n")
 
     async def _response(self, call: Call) -> int:
-        return await self._generate(call, RESPONSE, lambda values: ResponsesReply(self.served, values))
+        values = await _values(call, parameters.RESPONSE, "input")
+        return await self._generate(call, values, ResponsesReply(self.served, values), done="")
 
-    async def _generate(self, call: Call, kind: Kind, reply: Callable[[Mapping[str, Any]], Reply]) -> int:
+    async def _generate(self, call: Call, values: Mapping[str, Any], reply: Reply, done: str) -> int:
         """Generate and reply, for as long as the client is there."""
-        with self.engine.expected():
-            values = await _values(call, kind)
-            # Long prompts take a while to tokenise; other requests go on meanwhile.
-            generation = Generation(self.engine, self.served, await asyncio.to_thread(wanted, self.served, values))
+        # Long prompts take a while to tokenise; other requests go on meanwhile.
+        generation = Generation(self.engine, self.served, await asyncio.to_thread(wanted, self.served, values))
         generation.submit()
-        answering = asyncio.create_task(self._answer(call, generation, reply(values), kind.done))
+        answering = asyncio.create_task(self._answer(call, generation, reply, done))
         gone = asyncio.create_task(call.until_gone())
         try:
             await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -232,7 +219,7 @@ async def _server_sent(events: AsyncIterator[dict[str, Any]], done: str) -> Asyn
     yield done
 
 
-async def _values(call: Call, request: Kind) -> dict[str, Any]:
+async def _values(call: Call, table: Mapping[str, parameters.Read], required: str) -> dict[str, Any]:
     kind = call.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":  # also keeps other sites' pages from sending requests through a browser
         raise ApiError(415, f"the content type must be application/json, not {kind[:64]!r}", None, "wrong_content_type")
@@ -242,7 +229,7 @@ async def _values(call: Call, request: Kind) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", None, "invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", None, "invalid_json")
-    return parameters.read_parameters(request.table, body, ["model", request.required])
+    return parameters.read_parameters(table, body, ["model", required])
 
 
 def _no_constant(name: str) -> float:

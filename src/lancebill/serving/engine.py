@@ -1,8 +1,7 @@
 """Continuous batching: one thread that runs the model; answers join and leave between two steps.
 
 Every step continues all running answers: those with a prompt left take a share of `STEP_TOKENS`, the others one token
-each. A prompt is shared out evenly, so that a short one does not wait for a long one. While nobody waits for a next
-token, a first step waits for requests that are being read: those that come together are computed together.
+each. A prompt is shared out evenly, so that a short one does not wait for a long one.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,6 @@ from lancebill.serving.ragged import Runner
 from lancebill.serving.sampling import Sampling, Token, choose
 
 STEP_TOKENS = 1024  # of prompts in one step: bounds how long the other answers wait
-GATHER_SECONDS = 0.01  # that a first step waits for requests that are being read, at most
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,6 @@ class BatchEngine:
         self._running: list[Answer] = []
         self._changed = threading.Condition()
         self._stopping = False
-        self._expected = 0  # requests that are being read
         self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
 
@@ -107,18 +103,6 @@ class BatchEngine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
-
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """While a request is being read that will submit answers."""
-        with self._changed:
-            self._expected += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._expected -= 1
-                self._changed.notify()
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Queue answers; all or none."""
@@ -161,7 +145,6 @@ class BatchEngine:
 
     def _admit(self) -> bool:
         """Wait for work, drop cancelled answers and start waiting ones; False at the end."""
-        latest = None  # when a first step begins, whoever is expected
         with self._changed:
             while True:
                 before = len(self._running) + len(self._waiting)
@@ -172,15 +155,9 @@ class BatchEngine:
                     self._running.append(self._waiting.popleft())
                 if self._stopping:
                     return False
-                now = time.monotonic()
-                latest = (latest or now + GATHER_SECONDS) if self._running else None
-                if latest is not None and (not self._gathering() or now >= latest):
+                if self._running:
                     return True
-                self._changed.wait(None if latest is None else latest - now)
-
-    def _gathering(self) -> bool:
-        """Whether others may still join the first step of all running answers."""
-        return self._expected > 0 and all(answer.state is None for answer in self._running)
+                self._changed.wait()
 
     def _fits(self, answer: Answer) -> bool:
         if not self._running:

@@ -103,40 +103,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
     engine.stop(5)
 
 
-def test_a_first_step_waits_for_requests_that_are_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "GATHER_SECONDS", 30)
-    model = Counting()
-    engine = running(model)
-    first, second, gone = Followed([1, 2], 2000), Followed([3], 1), Followed([4], 1)
-    with engine.expected():
-        engine.submit([first, gone])
-        time.sleep(0.05)
-        engine.cancel([first, gone])
-        time.sleep(0.05)
-        first.cancelled = False
-        engine.submit([first])
-        time.sleep(0.05)
-        assert not model.steps
-        engine.submit([second])
-    second.wait()
-    assert model.steps[0] == [2, 1]
-    with engine.expected():  # somebody waits for the next token
-        steps = len(model.steps)
-        while len(model.steps) < steps + 3:
-            time.sleep(0.001)
-    engine.cancel([first])
-    assert engine.stop(5)
-
-
-def test_a_first_step_does_not_wait_for_slow_requests_for_long() -> None:
-    engine = running(Counting())
-    with engine.expected():
-        answer = Followed([1], 3)
-        engine.submit([answer])
-        assert answer.wait() == alone([1], 3)
-    engine.stop(5)
-
-
 def test_cancelled_answers_leave_and_cost_nothing() -> None:
     model = Counting(0.002)
     engine = running(model)
