@@ -91,6 +91,7 @@ def _serve_with_transformers(
     app, how = start(name, model, tokenizer, context=length, api_key=api_key, small=models.small_steps(model))
     out.print(f"  {how}", soft_wrap=True)
     out.print(f"serving [bold]{escape(name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
+    out.print(f"  a chat page is on http://{host}:{port}", soft_wrap=True)
     try:
         make_server(app).run(sockets)
     finally:

@@ -120,7 +120,7 @@ def _code_type(base: str, *, zero: bool, name: str) -> d.DType:
 def _type(word: str, name: str) -> d.DType:
     if word in _TYPES:
         return _TYPES[word]
-    hint = "the first lines of lancebill/numbers/spec_names.py define all names"
+    hint = "docs/formats.md explains the names"
     if "#" in word:
         hint = "an unnamed codebook cannot be parsed from its name"
     elif word.lower() in _TYPES or name.lower() in NAMED:
