@@ -48,10 +48,10 @@ def print_json(value: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def existing(path: Path, as_json: bool) -> Path:
+def existing(path: Path, as_json: bool, hint: str | None = None) -> Path:
     """`path`, if it exists; a missing path is a usage error."""
     if not path.exists():
-        fail(CheckpointError("no such file or folder", where=str(path)), as_json, USAGE)
+        fail(CheckpointError("no such file or folder", where=str(path), hint=hint), as_json, USAGE)
     return path
 
 
@@ -60,7 +60,7 @@ def check_path(path: Path, as_json: bool) -> None:
     from lancebill.checkpoint.read.hub import is_hub_name
 
     if not is_hub_name(path):
-        existing(path, as_json)
+        existing(path, as_json, hint="a model on the hub is written owner/name")
 
 
 def located(path: Path, revision: str | None, as_json: bool) -> Path:

@@ -143,6 +143,14 @@ def test_shards_with_and_without_an_index(tmp_path: Path) -> None:
         (tmp_path / INDEX).unlink(missing_ok=True)
 
 
+def test_one_shard_is_no_checkpoint(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    with pytest.raises(CheckpointError, match="one of 3 of a checkpoint"):
+        Checkpoint.open(tmp_path / "model-00002-of-00003.safetensors")
+    (tmp_path / INDEX).unlink()
+    assert set(Checkpoint.open(tmp_path / "model-00002-of-00003.safetensors").tensors) == {"t1", "t4"}
+
+
 def test_a_tensor_missing_from_the_index_is_reported(tmp_path: Path) -> None:
     sharded(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
@@ -193,6 +201,11 @@ def test_errors_of_the_disk_are_reported() -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def test_the_name_of_a_model_is_no_path() -> None:
+    with pytest.raises(CheckpointError, match="`hf download nobody/nothing` prints the folder"):
+        Checkpoint.open("nobody/nothing")
 
 
 def test_a_gguf_file_that_shrinks_while_it_is_read() -> None:
@@ -251,6 +264,7 @@ def test_other_files_excludes_tensors_and_configs(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     (tmp_path / "assets").mkdir()
     assert [f.name for f in Checkpoint.open(tmp_path).other_files()] == ["generation_config.json", "tokenizer.json"]
+    (tmp_path / INDEX).unlink()
     one = next(tmp_path.glob("*.safetensors"))
     assert not Checkpoint.open(one).other_files()  # what lies beside a file is not its own
 

@@ -322,6 +322,7 @@ def test_missing_paths_are_usage_errors(words: tuple[str, ...], tmp_path: Path) 
     result = call(words[0], *paths, *words[1:], "--json")
     assert result.exit_code == USAGE
     assert parsed(result)["error"]["what"] == "no such file or folder"
+    assert parsed(result)["error"]["hint"] == "a model on the hub is written owner/name"
     assert call(words[0]).exit_code == USAGE
 
 

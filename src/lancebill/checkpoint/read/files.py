@@ -19,6 +19,7 @@ from torch import Tensor
 from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_config, read_json
 from lancebill.checkpoint.read.file_bytes import open_read, reason
 from lancebill.checkpoint.read.gguf import read_gguf, split_files
+from lancebill.checkpoint.read.hub import is_hub_name
 from lancebill.checkpoint.read.safetensors import read_header
 from lancebill.checkpoint.read.slices import Index, read_slice
 from lancebill.checkpoint.read.tensor_info import TensorInfo as TensorInfo
@@ -74,12 +75,14 @@ class Checkpoint:
     @classmethod
     def _open(cls, path: Path) -> Checkpoint:
         if not path.exists():
-            raise CheckpointError("no such file or folder", where=str(path))
+            hint = f"`hf download {path}` prints the folder of a model on the hub" if is_hub_name(path) else None
+            raise CheckpointError("no such file or folder", where=str(path), hint=hint)
         if path.is_dir():
             return _open_folder(path)
         if path.suffix == ".gguf":
             return _open_gguf(path)
         if path.suffix == ".safetensors":
+            _refuse_shard(path)
             return cls(path, read_config(path.parent), read_header(path), files=[path])
         raise CheckpointError(
             "not a checkpoint", where=str(path), expected="a folder, a .safetensors file or a .gguf file"
@@ -166,6 +169,15 @@ def _open_folder(folder: Path) -> Checkpoint:
             _check_inside(file, folder)
         return Checkpoint(folder, read_config(folder), [t for file in files for t in read_header(file)], files=files)
     return _open_gguf_folder(folder)
+
+
+def _refuse_shard(file: Path) -> None:
+    """Raise for one of several files: most of the checkpoint would be missing."""
+    names = set(_weight_map(file.parent).values()) if (file.parent / INDEX).exists() else set()
+    if file.name in names and len(names) > 1:
+        raise CheckpointError(
+            f"the file is one of {len(names)} of a checkpoint", where=str(file), hint=f"pass the folder: {file.parent}"
+        )
 
 
 def _refuse_mistral(folder: Path) -> None:
