@@ -99,6 +99,20 @@ def test_importing_is_cheap() -> None:
     assert float(seconds) < 0.2
 
 
+# Other rooms belong to an extra, or import what it brings when a kernel or a peer is first needed.
+PLAIN_ROOMS = {"native", "numbers", "moe", "formats", "checkpoint", "split", "layer", "parallel", "cli"}
+
+
+def test_a_plain_installation_has_what_it_imports() -> None:
+    (line,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    allowed = {*re.findall(r'"(\w+)', line), *sys.stdlib_module_names, "lancebill"}
+    for name, tree in _trees().items():
+        if name.split("/")[0] in PLAIN_ROOMS:
+            modules = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+            modules += [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level]
+            assert {module.split(".")[0] for module in modules} <= allowed, name
+
+
 def test_public_names_are_defined() -> None:
     for name in lancebill.__all__:
         assert getattr(lancebill, name) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +63,6 @@ app.add_typer(kernels, name="kernels")
 def main() -> None:
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115
     sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere  # None: closed by the caller
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so: nothing here needs numpy
     try:
         app()
     except OSError as error:  # commands report their own: this is the output, on a disk that is full for example
