@@ -147,7 +147,7 @@ def _case_name(case: dict[str, int]) -> str:
     lengths = f"{case['tokens_in']:,} in, {case['tokens_out']:,} out"
     if case["prompts"] == 1:
         return f"{lengths}: one prompt"
-    return f"{lengths}: {case['prompts']} prompts, {case['concurrency']} at once"
+    return f"{lengths}: {case['prompts']} prompts, {min(case['prompts'], case['concurrency'])} at once"
 
 
 def vllm_split() -> str:

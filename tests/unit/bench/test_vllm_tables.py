@@ -211,6 +211,11 @@ def test_load_tests_join_the_newest_cases_that_have_ours_and_a_peer(
     ]
 
 
+def test_no_more_prompts_are_sent_at_once_than_there_are() -> None:
+    case = {"prompts": 2, "concurrency": 32, "tokens_in": 64, "tokens_out": 1}
+    assert vllm_bench_tables._case_name(case) == "64 in, 1 out: 2 prompts, 2 at once"
+
+
 def test_split_models_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     assert vllm_bench_tables.vllm_split() == vllm_bench_tables.NOTHING
