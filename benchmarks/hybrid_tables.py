@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from result_files import ResultFile, links, markdown_table, newest_files, result_files, table_by_tokens
@@ -21,21 +22,34 @@ _PEERS_NOTE = (
     "µs of all experts on the CPU (a peer's time over ours; wrong: its result differs, and its time is not compared)."
 )
 
+_MOVES_NOTE = (
+    "µs of a step with half of the experts on the GPU, on traces with the reuse of real models, with moves where they "
+    "pay by estimate (with experts that stay; with moves in any case)."
+)
+
 
 def hybrid() -> str:
-    """For each kind of rows the newest run of a machine that has some."""
+    """For each kind of rows the newest runs of a machine."""
     pages = []
     for machine in dict.fromkeys(file.machine for file in result_files("hybrid")):
-        for kind, table in {"decode": decode, "prefill": prefill, "peers": peers}.items():
-            found = [(file, rows) for file in result_files("hybrid", machine) if (rows := _rows(file, kind))]
-            if found:
-                file, rows = found[-1]
-                pages += [f"{_title(file)} {_within(rows) if kind != 'peers' else ''}".rstrip() + "\n", table(rows)]
+        for kind, table in {"decode": decode, "prefill": prefill, "peers": peers, "moves": moves}.items():
+            for file, rows in _newest(machine, kind):
+                pages += [f"{_title(file)} {_within(rows) if 'within' in rows[0] else ''}".rstrip() + "\n", table(rows)]
     return "\n".join(pages)
 
 
-def _rows(file: ResultFile, kind: str) -> list[Row]:
-    return [row for row in file.record["rows"] if row["kind"] == kind]
+def _newest(machine: str, kind: str) -> Iterator[tuple[ResultFile, list[Row]]]:
+    """For each layer the rows of the newest run that has some, by run."""
+    seen: set[tuple[str, str]] = set()
+    for file in reversed(result_files("hybrid", machine)):
+        found = [row for row in file.record["rows"] if row["kind"] == kind and _layer(row) not in seen]
+        if found:
+            yield file, found
+        seen |= {_layer(row) for row in found}
+
+
+def _layer(row: Row) -> tuple[str, str]:
+    return row["shape"], row["spec"]
 
 
 def _title(file: ResultFile) -> str:
@@ -85,6 +99,14 @@ def peers(rows: list[Row]) -> str:
         found = ", ".join(f"{name} {_ratio(row, name)}" for name in PEERS if f"{name}_us" in row)
         table.setdefault(f"{row['shape']}, {row['spec']}", {})[row["tokens"]] = f"{row['cpu_us']:,.0f} ({found})"
     return table_by_tokens(table, _PEERS_NOTE)
+
+
+def moves(rows: list[Row]) -> str:
+    table: dict[str, dict[int, str]] = {}
+    for row in rows:
+        text = f"{row['recency_us']:,.0f} ({row['still_us']:,.0f}; {row['always_us']:,.0f})"
+        table.setdefault(f"{row['shape']}, {row['spec']}", {})[row["tokens"]] = text
+    return table_by_tokens(table, _MOVES_NOTE)
 
 
 def _ratio(row: Row, peer: str) -> str:

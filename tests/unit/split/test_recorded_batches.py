@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import pytest
 from project import ROOT
 
 from lancebill.moe.model_shapes import NAMED
-from lancebill.split import cpu_rows
-from lancebill.split import ways as ways_module
 from lancebill.split.ways import ExpertSize, Rates, Ways, choose_ways, expected_ways
 
-# With the rows of a call of the CPU then.
-RUNS = {"2026-11-17t203500-6a2252e": 1024, "2026-11-17t230049-b9127d9": 2048, "2026-11-17t234130-a9fabef": 2048}
+RUNS = ("2026-11-18t062800-2c9d738",)
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Recorded:
 
     @cached_property
     def rates(self) -> Rates:
-        points = tuple((tokens, us) for tokens, us in self.row["rates"].get("cpu_points", ()))
-        return Rates(**{"sums_gbs": 5.5} | self.row["rates"] | {"cpu_points": points})
+        points = tuple((tokens, us) for tokens, us in self.row["rates"]["cpu_points"])
+        return Rates(**self.row["rates"] | {"cpu_points": points})
 
     @cached_property
     def size(self) -> ExpertSize:
@@ -64,10 +62,8 @@ def recorded() -> list[Recorded]:
 
 
 @pytest.fixture(params=recorded(), ids=str)
-def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def batch(request: pytest.FixtureRequest) -> Recorded:
     found: Recorded = request.param
-    monkeypatch.setattr(ways_module, "MOST_ROWS", RUNS[found.run])
-    monkeypatch.setattr(cpu_rows, "MOST_SENT", 0.0)  # all rows were sent then
     return found
 
 
@@ -85,9 +81,10 @@ def test_both_ways_are_taken_where_they_were_faster_than_one(batch: Recorded) ->
         assert 0 < len(ways.cpu) <= row["on_cpu"], "the CPU was the slower part, everywhere"
 
 
-def test_the_estimate_of_the_cpu_is_what_was_measured(batch: Recorded) -> None:
-    """Alone, and for the few experts that it has beside copies: there the whole rows of the batch count more."""
-    row, missing = batch.row, batch.row["on_cpu"] + batch.row["copied"]
-    assert 0.8 < batch.cpu_estimate(missing) / row["cpu_us"] < 1.5
-    if row["on_cpu"]:
-        assert 0.75 < batch.cpu_estimate(row["on_cpu"]) / row["prefill_us"] < 1.5
+def test_the_estimate_of_the_cpu_is_what_was_measured() -> None:
+    """With all missing experts. The rates of a machine that others use change from second to second."""
+    errors = []
+    for batch in recorded():
+        missing = batch.row["on_cpu"] + batch.row["copied"]
+        errors.append(batch.cpu_estimate(missing) / batch.row["cpu_us"])
+    assert 0.85 < median(errors) < 1.2 and 0.6 < min(errors) <= max(errors) < 1.5, errors
