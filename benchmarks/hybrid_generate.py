@@ -30,7 +30,7 @@ from typing import Any
 
 from machine import origin, result_path
 
-HERE = Path(__file__).resolve()
+MODELS = Path(__file__).resolve().with_name("hybrid_models.py")  # what the processes run
 DECODING = "decodes"  # what a process says when it can be interrupted
 START_S, END_S = 45.0, 15.0  # at most until a process decodes, and until it has ended after SIGINT
 RESERVE_S = 4.0  # to write the result
@@ -38,11 +38,6 @@ RESERVE_S = 4.0  # to write the result
 
 def main() -> None:
     arguments, start = parse(), time.time()
-    if arguments.part:
-        import hybrid_models
-
-        hybrid_models.run(arguments)
-        return
     until = start + arguments.seconds - RESERVE_S
     path = arguments.out or result_path("hybrid-generate", arguments.device)
     record: dict[str, Any] = {**origin("hybrid_generate.py"), "interrupt": interrupt(arguments, until)}
@@ -78,7 +73,7 @@ def interrupt(arguments: argparse.Namespace, until: float) -> dict[str, Any]:
 
 
 def _process(arguments: argparse.Namespace, part: str, until: float, path: Path | None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", str(HERE), "--part", part, "--until", str(until), "--device", arguments.device]
+    command = [sys.executable, "-u", str(MODELS), "--part", part, "--until", str(until), "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--moving", str(arguments.moving)]
     command += [] if path is None else ["--out", str(path.resolve())]
     piped = subprocess.PIPE if part == "decode" else None

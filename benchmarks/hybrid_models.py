@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from gpu_kernels import compile_first
-from hybrid_generate import DECODING, say, write
+from hybrid_generate import DECODING, parse, say, write
 from machine import gpu_machine
 
 import lancebill
@@ -204,3 +204,7 @@ def interrupted(model: Any) -> bool:
     finally:
         timer.cancel()
     return False
+
+
+if __name__ == "__main__":
+    run(parse())
