@@ -13,7 +13,7 @@ from rich.markup import escape
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
 from lancebill.cli.flags import Command, Group
-from lancebill.errors import CompileError, SpecError
+from lancebill.errors import CompileError, SpecError, UnsupportedProblem
 from lancebill.jit.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -179,8 +179,13 @@ def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
 
 def _compile(sources: list[KernelSource], folder: Path | None, jobs: int | None) -> dict[KernelSource, str]:
     """Compile with a progress bar; returns the kernels that failed, with the reason."""
+    from lancebill.backends.gpu.kernels.triton_version import problem
     from lancebill.jit.build import build_all
+    from lancebill.jit.cache import Cache
 
+    why, cache = problem(), Cache(folder)
+    if why is not None and any(cache.find(source) is None for source in sources):
+        raise UnsupportedProblem(f"kernels cannot be compiled: {why}", hint="pip install 'lancebill[gpu]'")
     with ui.progress("compiling", len(sources)) as advance:
         return build_all(sources, folder, jobs, lambda source, error: advance(1))
 

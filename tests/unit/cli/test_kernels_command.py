@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lancebill.backends.gpu.kernels import triton_version
 from lancebill.backends.hopper.shipped import shipped
 from lancebill.cli.kernels import SHOWN, _require_all
 from lancebill.cli.main import app
@@ -61,10 +62,22 @@ def test_verify_finds_damaged_kernels(tmp_path: Path) -> None:
 
 def test_build_reports_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = next(shipped())
+    monkeypatch.setattr(triton_version, "triton_version", lambda: "3.6.0")  # also where it is not installed
     monkeypatch.setattr(builder, "build_all", lambda *words: {failed: "it spills"})
     summary = call("build", "--folder", tmp_path, "--json", code=1)
     assert summary["failed"] == {failed.label: "it spills"} and summary["kernels"] == len(list(shipped())) - 1
     assert "it spills" in call("build", "--folder", tmp_path, "--ship", code=1)
+
+
+def test_without_triton_there_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for each kernel."""
+    monkeypatch.setattr(triton_version, "triton_version", lambda: None)
+    done = CliRunner().invoke(app, ["kernels", "build", "--folder", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output.splitlines() == [
+        "error: kernels cannot be compiled: Triton is not installed",
+        "  hint     pip install 'lancebill[gpu]'",
+    ]
 
 
 def test_usage_errors_have_no_traceback(tmp_path: Path) -> None:
