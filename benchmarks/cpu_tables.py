@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_files import ResultFile, links, markdown_table, newest_files
+from result_files import ResultFile, links, markdown_table, newest_files, result_files
 
 
 def cpu_linear() -> str:
@@ -28,7 +28,7 @@ def _linear_table(file: ResultFile) -> str:
 
 
 def cpu_streams() -> str:
-    return "\n".join(_streams_table(file) for file in newest_files("cpu-streams"))
+    return "\n".join(_streams_table(file) for file in result_files("cpu-streams"))
 
 
 def _streams_table(file: ResultFile) -> str:
@@ -37,7 +37,7 @@ def _streams_table(file: ResultFile) -> str:
     note = (
         f"A model of the demo's size ({record['model']}) on {file.machine_title}, {record['threads']} threads: ms of a "
         f"native step with so many sequences, and throughput against one.{_served(served)}"
-        f"{_load(file, record['threads'])} {links(file.name)}"
+        f"{_load(file, record['threads'])}{record['note'] and ' ' + record['note']} {links(file.name)}"
     )
     return markdown_table(("sequences", "a step", "throughput"), rows, note) + _split_table(file)
 
