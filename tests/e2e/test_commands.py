@@ -230,6 +230,7 @@ def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path
         (["generate", "silent", "x"], 1, "the tokenizer has no words"),
         (["generate", "unknown", "x"], 1, "does not know the model"),
         (["bench-serve", "http://localhost:port/v1"], 2, "not the URL"),
+        (["bench-serve", "nowhere"], 2, "no such checkpoint, and not the URL"),
         (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),
         (["bench-serve", "http://127.0.0.1:9/v1", "--engine", "transformers"], 2, "is for a checkpoint"),
         (["serve", "model", "--engine", "vllm", "--device", "cpu"], 2, "selects the device itself"),

@@ -110,7 +110,7 @@ def show(report: VerifyReport, out: Console) -> None:
                 out.print(f"  [dim]and {len(kind) - 1} more like it, the last in {escape(kind[-1].where or '')}[/]")
         if len(groups) > SHOWN:
             out.print(f"... and {len(groups) - SHOWN} other kinds (all of them with --json)")
-    checked = f"{report.tensors} tensors, {report.layers} layers of experts"
+    checked = f"{report.tensors} tensors, {report.layers} layer{'s' * (report.layers != 1)} of experts"
     checked += f", {report.matrices} matrices decoded" if report.matrices else ""
     verdict = "[bold green]fine[/]" if report.ok else f"[bold red]{_count(report.problems, 'problem')}[/]"
     verdict += f", [bold yellow]{_count(report.warnings, 'warning')}[/]" if report.warnings else ""
