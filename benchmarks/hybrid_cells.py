@@ -282,7 +282,7 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     assert host_map is not None
     rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
     counts = ChosenExperts(given.ids, host_map.numel()).counts(host_map)
-    chosen = large.choose(counts, tokens, given.x.device)
+    chosen = large_batches.choose_ways(counts, tokens, size, rates)
     forced = {
         "prefill": (rates, BOTH_WORTH),
         "cpu": (replace(rates, copy_gbs=1e-6), BOTH_WORTH),

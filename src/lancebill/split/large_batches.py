@@ -6,7 +6,7 @@ cannot be captured: in a graph the CPU computes its whole part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -78,23 +78,20 @@ class LargeBatches:
         absent = problem.experts - self.shared
         return expected_ways(absent, tokens, problem.top_k, problem.global_experts, self.size, rates)
 
-    def choose(self, counts: Mapping[int, float], tokens: int, device: torch.device) -> Ways:
-        """The division for these rows, given the tokens of each expert."""
-        return choose_ways(counts, tokens, self.size, self._measured(device))
-
     def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, out: Tensor) -> Tensor | None:
         """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
 
         Waits until the device has chosen the experts. The wire takes longest, so the copies of the first wave are
         queued before the others are divided. None: copying does not pay, so nothing is computed.
         """
+        rates, lane = self._measured(x.device), lane_of(x.device.index or 0)
         chosen = ChosenExperts(dispatch.ids, host_map.numel())  # the map may be complete only then
-        counts, stage, lane = chosen.counts(host_map), self._stage(x.device), lane_of(x.device.index or 0)
+        counts, stage = chosen.counts(host_map), self._stage(x.device)
         with lane.batch():
             lane.begin_batch()
             first = first_wave(counts, stage.experts)
             self._copy(stage, lane, [first], 0)
-            ways = self.choose(counts, len(x), x.device)
+            ways = choose_ways(counts, len(x), self.size, rates)
             if not ways.streamed:
                 return None
             waves, room = waves_of(ways.streamed, stage.experts, first), self._room(host_map, x)
@@ -173,11 +170,12 @@ class LargeBatches:
         return _STAGES[key]
 
     def _measured(self, device: torch.device) -> Rates:
-        key = self._key(device)
+        key, executor, lane = self._key(device), self.host.executor, lane_of(device.index or 0)
         if key not in _RATES:
-            executor = self.host.executor
             assert isinstance(executor, CpuExecutor)
-            _RATES[key] = measure_rates(executor, self._stage(device), lane_of(device.index or 0))
+            with lane.batch():  # it fills the same buffers
+                if key not in _RATES:  # by another thread, meanwhile
+                    _RATES[key] = measure_rates(executor, self._stage(device), lane)
         return _RATES[key]
 
 

@@ -114,7 +114,8 @@ def first_wave(counts: Mapping[int, float], each: int) -> list[int]:
 
 def waves_of(slots: Sequence[int], each: int, first: Sequence[int] = ()) -> list[Sequence[int]]:
     """The experts that are copied, packed and computed together. `first` are those of the first wave, if chosen."""
-    rest = [slot for slot in slots if slot not in set(first)] if first else slots
+    begun = set(first)
+    rest = [slot for slot in slots if slot not in begun] if first else slots
     return [*([first] if first else []), *(rest[at : at + each] for at in range(0, len(rest), each))]
 
 

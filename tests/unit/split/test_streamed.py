@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,12 +45,16 @@ class OrderedLane:
         self.busy: set[int] = set()
         self.ready: set[int] = set()
         self.copied = 0
+        self.lock = threading.Lock()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        yield
+        with self.lock:
+            yield
 
-    packed = batch
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        yield
 
     def begin_batch(self) -> None:
         self.busy.clear()  # by work of the last batch, which has ended
@@ -218,9 +225,10 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
         with executor._maps(given) as maps:
             given = Indexed(ids, weights, maps.own)
             counts = ChosenExperts(ids, SIZE.experts).counts(maps.host)
-            ways = executor.large_batches.choose(counts, len(x), x.device)
+            large = executor.large_batches
+            ways = choose_ways(counts, len(x), large.size, large._measured(x.device))
             assert bool(ways.cpu) == (cpu_gbs > 1) and bool(ways.streamed) == (cpu_gbs < 1e9)
-            out = executor.large_batches.run(x, given, maps.host, torch.empty_like(x))
+            out = large.run(x, given, maps.host, torch.empty_like(x))
             assert (out is None) == (not ways.streamed)
             if out is None:
                 continue
@@ -257,6 +265,35 @@ def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
         assert out is not None
         found.append(out)
     assert torch.equal(*found) and lane.copied % 3 == 0, "twice, then once"
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+def test_rates_are_measured_beside_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured with the buffers of batches, so neither a batch nor another thread may use them meanwhile."""
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
+    executor, lane, measured = layer.executor, OrderedLane(), []
+    assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
+    assert layer.expert_map is not None and layer.host_experts.expert_map is not None
+    without_gpu(monkeypatch, lane, RATES)
+
+    def measure(host: CpuExecutor, stage: Stage, lane: OrderedLane) -> Rates:
+        measured.append(lane.lock.locked())
+        for tensors in stage.raw[0].values():
+            tensors["codes"].zero_()
+        time.sleep(0.05)  # so that the other thread comes, too
+        return Rates(10.0, 1e-3, 1e9, 1e9)
+
+    monkeypatch.setattr(large_batches, "measure_rates", measure)
+    x, ids, weights = make_inputs(9)
+    given, places = Indexed(ids, weights, layer.expert_map), layer.host_experts.expert_map
+    large, found = executor.large_batches, []
+    for _ in range(2):
+        found.append(large.run(x, given, places, torch.empty_like(x)))
+    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
+    large_batches._RATES.clear()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(large._measured, [x.device] * 2))
+    assert measured == [True, True], "once for the batches, once for the threads"
 
 
 class PassedEvent:
