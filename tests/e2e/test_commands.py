@@ -110,6 +110,19 @@ def test_answers_end_with_the_context(model: Path, backend: str) -> None:
     assert [line for line in done.stdout.splitlines() if line.startswith("w")]
 
 
+def test_yarn_gives_a_model_a_longer_context(model: Path, tmp_path: Path) -> None:
+    """As the authors of Qwen3 describe it: `max_position_embeddings` stays as it is."""
+    shutil.copytree(model, tmp_path / "long")
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    config["rope_parameters"] = {**config["rope_parameters"], **yarn}
+    (tmp_path / "long" / "config.json").write_text(json.dumps(config))
+    for words, code in (("w1 " * 100, 0), ("w1 " * 128, 2)):
+        done = CliRunner().invoke(app, ["generate", str(tmp_path / "long"), words, "--raw", "--max-tokens", "3"])
+        assert done.exit_code == code, done.output
+    assert "at most 127 tokens" in done.output
+
+
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Types text at a terminal, which is stdin; Ctrl-D ends it."""

@@ -84,9 +84,9 @@ class Answering:
 
 def _fitting(wanted: AnswerOptions, config: Any, prompt: int) -> AnswerOptions:
     """An answer that ends where the model's positions end."""
-    context = config.get_text_config().to_dict().get("max_position_embeddings")
-    if not isinstance(context, int):
-        return wanted
+    from lancebill.serving.context import longest_context
+
+    context = longest_context(config)
     if prompt >= context:
         what = "the prompt is longer than the model's context"
         raise SpecError(what, expected=f"at most {context - 1:,} tokens", got=f"{prompt:,}")

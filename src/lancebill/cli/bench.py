@@ -117,7 +117,9 @@ def numbers(text: str) -> tuple[int, ...]:
 def _check_outputs(*files: Path | None) -> None:
     """Fail before the measurement, not after it, where an output cannot be written."""
     for file in files:
-        if file is not None and not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
+        if file is None:
+            continue
+        if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
             raise SpecError("this file cannot be written", where=str(file), hint="does its folder exist?")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lancebill.serving.app import App
+from lancebill.serving.context import longest_context
 from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
 from lancebill.serving.ragged import RaggedModel, SmallSteps, runner
@@ -20,8 +21,7 @@ def start(
 ) -> tuple[App, str]:  # fmt: skip
     """The application with its engine running, and one line about how it runs. `small` is tried for small steps."""
     text_config = model.config.get_text_config()
-    longest = int(text_config.max_position_embeddings)
-    limits = Limits(min(context or LONGEST_CONTEXT, longest))
+    limits = Limits(min(context or LONGEST_CONTEXT, longest_context(model.config)))
     metrics, chosen = Metrics(), runner(model, small)
     engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))

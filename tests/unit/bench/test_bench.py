@@ -418,7 +418,11 @@ def test_bench_takes_batch_invariant_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "name", "says"),
-    [("--plot", "x.xyz", "no plot has this suffix"), ("--json", "no/x", "cannot be written")],
+    [
+        ("--plot", "x.xyz", "no plot has this suffix"),
+        ("--json", "no/x", "cannot be written"),
+        ("--json", ".", "cannot be written"),
+    ],
 )
 def test_outputs_are_checked_before_the_measurement(option: str, name: str, says: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -428,7 +432,7 @@ def test_outputs_are_checked_before_the_measurement(option: str, name: str, says
 
 def test_bench_writes_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for file in (tmp_path / "bench.png", tmp_path / "bench.svg"):
+    for file in (tmp_path / "bench.png", tmp_path / "bench.SVG"):
         result = lancebill(*WORDS, "--peers", "torch-loop-fp32", "--routing", "zipf", "--plot", file)
         assert result.exit_code == FINE, result.output
         assert file.stat().st_size > 10_000
