@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.cpu.form import CpuForm, NoForm, matrix_form
-from lancebill.backends.cpu.layout import CpuLayout
+from lancebill.backends.cpu.layout import CpuLayout, _code_map_on
 from lancebill.backends.cpu.native import abi
 from lancebill.errors import BadValue
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.codec import dequantize, quantize
-from lancebill.numbers.dtypes import BNB_FP4, IQ4, NF4
+from lancebill.numbers.dtypes import BNB_FP4, IQ4, NF4, codebook
 from lancebill.numbers.spec import DENSE_BF16, QuantSpec, Scale, group
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -153,3 +153,12 @@ def test_nan_codes_are_rejected() -> None:
     for given in (weight, by_column):
         with pytest.raises(BadValue, match="NaN or infinite"):
             layout.pack(shape, given, {name: t[0] for name, t in packed.items()})
+
+
+def test_a_table_of_codes_is_never_freed() -> None:
+    """The packing of copied experts is recorded with its address, and other models come meanwhile."""
+    signed, device = parse_spec("twos8").dtype, torch.device("cpu")
+    table = _code_map_on(signed, 1, device)
+    for number in range(100):
+        assert _code_map_on(codebook([0.0, 1.0, 2.0, 3.0 + number]), 1, device) is None
+    assert table is not None and _code_map_on(signed, 1, device) is table

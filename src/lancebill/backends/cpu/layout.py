@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -317,7 +317,7 @@ def _look_up(dtype: DType, way: int, codes: Tensor) -> Tensor:
     return codes if table is None else table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
-@lru_cache(maxsize=64)
+@cache  # not `lru_cache`: recorded graphs read these tables for ever (split/recorded.py)
 def _code_map_on(dtype: DType, way: int, device: torch.device) -> Tensor | None:
     maps = _code_maps(dtype)
     return None if maps is None else maps[way].to(device)
