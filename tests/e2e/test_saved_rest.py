@@ -150,6 +150,13 @@ def test_a_rule_that_matches_no_module(folder: Path, argument: str) -> None:
         lancebill.from_pretrained(folder, **{argument: {"rest": {"self_attn.*": "int8"}}})
 
 
+def test_modules_that_a_rule_leaves_as_they_are(folder: Path) -> None:
+    """Routers may be named, although they are never quantised."""
+    rules = {"lm_head": None, "*.mlp.gate": None, "*": "int8"}
+    model = lancebill.from_pretrained(folder, weights={"rest": rules})
+    assert len(model.lancebill_rest.requantized) == 8 and "lm_head" not in model.lancebill_rest.requantized
+
+
 def test_experts_that_would_be_rounded_again(folder: Path, tmp_path: Path) -> None:
     run_conversion(folder, tmp_path / "nf4", target_of("nf4", "bitsandbytes"), {})
     ours = lancebill.from_pretrained(tmp_path / "nf4", weights={"rest": "int8"})

@@ -50,9 +50,9 @@ def rest_activation(rules: object, module: str) -> ActivationSpec | None:
 
 
 def check_patterns(rules: object, modules: Sequence[str]) -> None:
-    """Raise if a pattern matches no module: what it is about would silently stay as stored."""
-    for pattern in rules if isinstance(rules, Mapping) else ():
-        if not any(fnmatchcase(module, str(pattern)) for module in modules):
+    """Raise if a pattern matches no module: what it is about would silently stay as stored, unless that was asked."""
+    for pattern, value in rules.items() if isinstance(rules, Mapping) else ():
+        if value is not None and not any(fnmatchcase(module, str(pattern)) for module in modules):
             expected = f"a pattern of names such as {modules[0]}" if modules else None
             raise SpecError("no module matches this rule", where=REST, expected=expected, got=pattern)
 
