@@ -68,17 +68,13 @@ def batch(request: pytest.FixtureRequest) -> Recorded:
 
 
 def test_both_ways_are_taken_where_they_were_faster_than_one(batch: Recorded) -> None:
-    """Where the recorded division lost a fifth, one way is taken; where it did not lose, both are."""
+    """Where the CPU had a share, both ways together were faster than the better one alone."""
     row, ways = batch.row, batch.choose()
-    if not row["on_cpu"]:
-        assert not ways.cpu, "copies alone were right"
-        return
-    lost = row["prefill_us"] / min(row["cpu_us"], row["copied_us"])
     assert ways.streamed, "the CPU alone was never the fastest"
-    if lost > 1.2:
-        assert not ways.cpu, lost
-    elif lost < 1.01:
+    if row["on_cpu"]:
         assert 0 < len(ways.cpu) <= row["on_cpu"], "the CPU was the slower part, everywhere"
+    else:
+        assert not ways.cpu, "copies alone were right"
 
 
 def test_the_estimate_of_the_cpu_is_what_was_measured() -> None:

@@ -50,8 +50,6 @@ class CacheShape:
 class NativeDecoder:
     """The steps of one model, and the modules that run before them: the embedding and the rotary angles."""
 
-    most_rows = MOST_ROWS
-
     def __init__(self, model: Any) -> None:
         """Raises UnsupportedProblem, with the reason, for a model that does not fit."""
         native = library()
