@@ -85,11 +85,13 @@ def bench(
         notes = ui.console(error=True)
         result = run_benchmark(setup, lambda text: notes.print(f"[dim]{escape(text)}[/]"))
         figures = report.describe(result, env.describe(), ["lancebill", *sys.argv[1:]])
-        show(figures, ui.console())
-        if json_file is not None:
-            json_file.write_text(json.dumps(figures, indent=1) + "\n")
-        if plot_file is not None:
-            plot.draw_times(figures, plot_file)
+        try:
+            if json_file is not None:
+                json_file.write_text(json.dumps(figures, indent=1) + "\n")
+            if plot_file is not None:
+                plot.draw_times(figures, plot_file)
+        finally:  # figures that cannot be written are shown, and those that cannot be shown are written
+            show(figures, ui.console())
 
 
 def _first_forwards(setup: BenchSetup, shape: str) -> list[dict[str, Any]]:
