@@ -233,6 +233,8 @@ def test_experts_in_host_memory(model_of: Any) -> None:
     folder = model_of("qwen3_moe")
     ours = lancebill.from_pretrained(folder, dtype=torch.float32, gpu_memory="1GiB")
     assert not any(report.host_bytes for report in ours.lancebill_reports())
+    with pytest.raises(SpecError, match="not an amount of memory"):
+        lancebill.from_pretrained(folder, gpu_memory="lots")
     reload_experts(ours, gpu_experts=2)
     assert all(report.host_bytes for report in ours.lancebill_reports())
     check_equal(ours, theirs(folder))

@@ -86,12 +86,18 @@ def bench(
         result = run_benchmark(setup, lambda text: notes.print(f"[dim]{escape(text)}[/]"))
         figures = report.describe(result, env.describe(), ["lancebill", *sys.argv[1:]])
         try:
-            if json_file is not None:
-                json_file.write_text(json.dumps(figures, indent=1) + "\n")
-            if plot_file is not None:
-                plot.draw_times(figures, plot_file)
+            _write(figures, json_file, plot_file)
         finally:  # figures that cannot be written are shown, and those that cannot be shown are written
             show(figures, ui.console())
+
+
+def _write(figures: dict[str, Any], json_file: Path | None, plot_file: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    if plot_file is not None:
+        from lancebill.bench import plot
+
+        plot.draw_times(figures, plot_file)
 
 
 def _first_forwards(setup: BenchSetup, shape: str) -> list[dict[str, Any]]:

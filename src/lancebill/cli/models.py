@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lancebill.cli import console as ui
-from lancebill.errors import CheckpointError, UnsupportedProblem, ranges
+from lancebill.errors import CheckpointError, SpecError, UnsupportedProblem, ranges
 
 Model = Annotated[
     Path,
@@ -52,16 +52,24 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         raise UnsupportedProblem(
             "transformers is not installed", hint="pip install 'lancebill[transformers]'"
         ) from None
-    from lancebill.integrations.transformers.pretrained import device_of
-
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    device_of(options.get("device", "cpu"), options.get("gpu_memory"), options.get("moves", "off"))
+    _check_placement(**options)
     has_config = (path / "config.json").exists()
     tokenizer = _tokenizer(AutoTokenizer, path) if has_config else None  # first: its files are easily forgotten
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
     return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, gguf_file=path.name)
+
+
+def _check_placement(*, device: str = "cpu", gpu_memory: str | None = None, moves: str = "off", **_: Any) -> None:
+    """Before a long load. Whoever asks for these in a command expects a GPU to be used."""
+    from lancebill.integrations.transformers.pretrained import check_placement
+    from lancebill.moe.problem import parse_device
+
+    check_placement(gpu_memory, moves)
+    if parse_device(device).kind == "cpu" and (gpu_memory is not None or moves != "off"):
+        raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
 
 
 def _tokenizer(kind: Any, path: Path, **options: str) -> Any:

@@ -57,6 +57,7 @@ from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, s
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
 from lancebill.split.moves import OFF, check_moves
+from lancebill.split.split import parse_bytes
 
 register()
 
@@ -120,7 +121,8 @@ def from_pretrained(
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
-    target = device_of(device, gpu_memory, moves)
+    target = parse_device(device).torch
+    check_placement(gpu_memory, moves)
     folder = local_path(path, revision)
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
@@ -130,7 +132,8 @@ def from_pretrained(
         activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[wide])), torch.float32
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
-    options = replace(options, gpu_memory=gpu_memory, moves=moves)
+    if target.type != "cpu":
+        options = replace(options, gpu_memory=gpu_memory, moves=moves)
     rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
     manifest = together(each.manifest() for each in experts.values())
@@ -153,13 +156,11 @@ def from_pretrained(
     return model
 
 
-def device_of(device: str | torch.device, gpu_memory: int | str | None = None, moves: str = OFF) -> torch.device:
-    """The device of a model. Raises if it does not exist, or if the other arguments are not for it."""
+def check_placement(gpu_memory: int | str | None, moves: str) -> None:
+    """Raises if these are not what they should be. On a CPU they change nothing: all experts are there."""
     check_moves(moves, FAST)
-    target = parse_device(device).torch
-    if target.type == "cpu" and (gpu_memory is not None or moves != OFF):
-        raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
-    return target
+    if gpu_memory is not None:
+        parse_bytes(gpu_memory)
 
 
 def _without_experts(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
