@@ -289,20 +289,23 @@ def _ends(config: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[
     yield "model.norm.weight", torch.ones(hidden, dtype=torch.bfloat16)
 
 
+def _attention(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """The matrices of an attention: names, rows, columns."""
+    hidden, width = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    yield "self_attn.q_proj", queries, hidden
+    yield "self_attn.k_proj", keys, hidden
+    yield "self_attn.v_proj", keys, hidden
+    yield "self_attn.o_proj", hidden, queries
+
+
 def _gpt_oss_layer(config: dict[str, Any], layer: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     hidden, middle, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
-    heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     prefix = f"model.layers.{layer}"
-    for name, n, k in (
-        ("self_attn.q_proj", heads * width, hidden),
-        ("self_attn.k_proj", kv_heads * width, hidden),
-        ("self_attn.v_proj", kv_heads * width, hidden),
-        ("self_attn.o_proj", hidden, heads * width),
-        ("mlp.router", experts, hidden),
-    ):
+    for name, n, k in (*_attention(config), ("mlp.router", experts, hidden)):
         yield f"{prefix}.{name}.weight", _normal((n, k), 1 / math.sqrt(k), generator)
         yield f"{prefix}.{name}.bias", _normal((n,), 0.02, generator)
-    yield f"{prefix}.self_attn.sinks", _normal((heads,), 1.0, generator)
+    yield f"{prefix}.self_attn.sinks", _normal((config["num_attention_heads"],), 1.0, generator)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{prefix}.{norm}.weight", torch.ones(hidden, dtype=torch.bfloat16)
     for name, n, k in (("gate_up_proj", 2 * middle, hidden), ("down_proj", hidden, middle)):
@@ -314,18 +317,11 @@ def _gpt_oss_layer(config: dict[str, Any], layer: int, generator: torch.Generato
 
 def _qwen3_layer(config: dict[str, Any], layer: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     hidden, middle, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
-    heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     prefix = f"model.layers.{layer}"
-    for name, n, k in (
-        ("self_attn.q_proj", heads * width, hidden),
-        ("self_attn.k_proj", kv_heads * width, hidden),
-        ("self_attn.v_proj", kv_heads * width, hidden),
-        ("self_attn.o_proj", hidden, heads * width),
-        ("mlp.gate", experts, hidden),
-    ):
+    for name, n, k in (*_attention(config), ("mlp.gate", experts, hidden)):
         yield f"{prefix}.{name}.weight", _normal((n, k), 1 / math.sqrt(k), generator)
     for norm in ("self_attn.q_norm", "self_attn.k_norm"):
-        yield f"{prefix}.{norm}.weight", torch.ones(width, dtype=torch.bfloat16)
+        yield f"{prefix}.{norm}.weight", torch.ones(config["head_dim"], dtype=torch.bfloat16)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{prefix}.{norm}.weight", torch.ones(hidden, dtype=torch.bfloat16)
     for name, n, k in (("gate_proj", middle, hidden), ("up_proj", middle, hidden), ("down_proj", hidden, middle)):
