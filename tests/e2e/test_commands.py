@@ -110,6 +110,20 @@ def test_answers_end_with_the_context(model: Path, backend: str) -> None:
     assert [line for line in done.stdout.splitlines() if line.startswith("w")]
 
 
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_refused_line_does_not_end_the_others(model: Path, as_json: bool) -> None:
+    words = ["generate", str(model), "--raw", "--max-tokens", "2", "--weights", "int8", *["--json"] * as_json]
+    done = CliRunner().invoke(app, words, input=f"w1\n{'w1 ' * 64}\nw2\n")
+    assert done.exit_code == 1, done.output
+    if as_json:
+        answers = json.loads(done.stdout)["answers"]
+        assert ["error" in answer for answer in answers] == [False, True, False]
+        assert answers[1]["error"]["expected"] == "at most 63 tokens"
+    else:
+        assert len([line for line in done.stdout.splitlines() if line.startswith("w")]) == 2
+        assert "longer than the model's context" in done.stderr
+
+
 def test_yarn_gives_a_model_a_longer_context(model: Path, tmp_path: Path) -> None:
     """As the authors of Qwen3 describe it: `max_position_embeddings` stays as it is."""
     shutil.copytree(model, tmp_path / "long")

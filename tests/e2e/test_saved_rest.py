@@ -144,6 +144,16 @@ def test_another_format_for_what_is_stored(folder: Path, tmp_path: Path) -> None
         ours.save_pretrained(tmp_path / "never", format="gguf")
 
 
+def test_what_a_format_cannot_hold_is_said(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lancebill.from_pretrained(folder, weights={"experts": "int4-g32", "rest": "int8"}).save_pretrained(tmp_path / "two")
+    assert not caplog.messages
+    ours = lancebill.from_pretrained(tmp_path / "two")
+    ours.save_pretrained(tmp_path / "one", format="gptq")
+    (warning,) = caplog.messages
+    assert warning.startswith("gptq cannot hold 9 modules outside the experts; they are written unquantised")
+    assert not lancebill.from_pretrained(tmp_path / "one").lancebill_rest.specs
+
+
 @pytest.mark.parametrize("argument", ["weights", "activations"])
 def test_a_rule_that_matches_no_module(folder: Path, argument: str) -> None:
     with pytest.raises(SpecError, match=r"no module matches this rule; expected .* model.layers.0.self_attn.q_proj"):

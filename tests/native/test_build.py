@@ -112,13 +112,15 @@ def test_every_source_belongs_to_a_machine(library: build.NativeLibrary) -> None
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
-def test_stale_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its structs may differ. The fingerprint of the sources detects it."""
+def test_stale_library_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its structs may differ. The fingerprint of the sources detects it, and a warning says how to build it again."""
     monkeypatch.setattr(build.NativeLibrary, "fingerprint", "another")
     native.state.cache_clear()
     try:
         assert native.state().library is None
         assert "other sources" in native.state().why
+        (warning,) = caplog.messages
+        assert "other sources" in warning and build.COMMAND in warning
     finally:
         native.state.cache_clear()
 

@@ -45,14 +45,29 @@ def generate(
         if not as_json:
             models.announce(path, model, ui.console(error=True))
         answering, wanted = Answering(model, tokenizer, seed), AnswerOptions(tokens, temperature)
-        if prompt is None and sys.stdin.isatty():
-            ui.console(error=True).print("[dim]one prompt per line; Ctrl-D ends[/]")
-        answers = [
-            _answer(answering, line, raw, as_json, wanted)
-            for line in ([prompt] if prompt is not None else filter(None, map(str.strip, sys.stdin)))
-        ]
+        if prompt is not None:
+            answers = [_answer(answering, prompt, raw, as_json, wanted)]
+        else:
+            answers = _answer_lines(answering, raw, as_json, wanted)
         if as_json:
             ui.print_json({"path": str(path), **models.describe(model), "answers": answers})
+        if any("error" in answer for answer in answers):
+            raise typer.Exit(ui.PROBLEM)
+
+
+def _answer_lines(answering: Answering, raw: bool, as_json: bool, wanted: AnswerOptions) -> list[dict[str, Any]]:
+    """An answer for each line of stdin; a prompt that is refused, such as a too long one, does not end the others."""
+    if sys.stdin.isatty():
+        ui.console(error=True).print("[dim]one prompt per line; Ctrl-D ends[/]")
+    answers = []
+    for line in filter(None, map(str.strip, sys.stdin)):
+        try:
+            answers.append(_answer(answering, line, raw, as_json, wanted))
+        except SpecError as error:
+            answers.append({"prompt": line, "error": ui.facts(error)})
+            if not as_json:
+                ui.print_error(error, ui.console(error=True))
+    return answers
 
 
 def _answer(answering: Answering, line: str, raw: bool, quiet: bool, wanted: AnswerOptions) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from ctypes import c_char_p
 from dataclasses import dataclass
 
 from lancebill.native import build
 from lancebill.native.build import NativeLibrary
+
+log = logging.getLogger("lancebill")
 
 SWITCH = "LANCEBILL_NATIVE"
 OFF = "off"
@@ -29,7 +32,10 @@ def setting() -> str:
 
 
 def open_library(library: NativeLibrary, what: str) -> Opened:
-    """Load a library that was built from the current sources. `what` names it in messages."""
+    """Load a library that was built from the current sources. `what` names it in messages.
+
+    Warns of one that is there and cannot be used: after an update of the sources everything would only be slow.
+    """
     if setting() == OFF:
         return Opened(None, f"switched off ({SWITCH}={OFF})")
     if not library.path.exists():
@@ -37,11 +43,17 @@ def open_library(library: NativeLibrary, what: str) -> Opened:
     try:
         calls = ctypes.CDLL(str(library.path))
     except OSError as error:
-        return Opened(None, f"{what} failed to load: {error}", _how_to_build())
+        return _unusable(f"{what} failed to load: {error}")
     calls.lancebill_sources.restype = c_char_p
     if calls.lancebill_sources().decode() != library.fingerprint:
-        return Opened(None, f"{what} were built from other sources", _how_to_build())
+        return _unusable(f"{what} were built from other sources")
     return Opened(calls)
+
+
+def _unusable(why: str) -> Opened:
+    hint = _how_to_build()
+    log.warning("%s and are not used; to build them again: %s", why, hint)
+    return Opened(None, why, hint)
 
 
 def _how_to_build() -> str:

@@ -7,6 +7,7 @@ model whose parameters changed since loading cannot be saved.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from lancebill.integrations.transformers.saved_modules import is_stored_as, rest
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
+
+log = logging.getLogger("lancebill")
 
 # Keywords of transformers' `save_pretrained` that are ignored: we always write safetensors, with the source's shards.
 _IGNORED = ("safe_serialization", "max_shard_size")
@@ -110,7 +113,11 @@ def save_packed(
     target = choose_target(spec, format) if spec is not None else target_as_stored(origin.checkpoint, format)
     options = ConvertOptions(overwrite=overwrite, search=False)  # as the model's numbers were rounded while loading
     modules = rest_modules(model, origin.checkpoint, rest, origin.options.dtype)
-    convert(origin.checkpoint, folder, plan_conversion(origin.checkpoint, target, options, modules), options)
+    plan = plan_conversion(origin.checkpoint, target, options, modules)
+    if plan.dequantized:
+        what = f"{target.format.name} cannot hold {len(plan.dequantized)} modules outside the experts"
+        log.warning("%s; they are written unquantised, such as %s", what, plan.dequantized[0].module)
+    convert(origin.checkpoint, folder, plan, options)
 
 
 def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
