@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_models import CHECKPOINTS, MODELS
+from vllm_models import MODELS, has_equal_weights
 
 # In a model of one layer all backends route alike, and what is left are the roundings of one layer and of the logits,
 # which are bf16. In deeper models a rounding may select other experts, with random weights more often than with trained
@@ -22,7 +22,7 @@ def compared(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         known = [engine for engine in engines if engine["model"] == model and "answers" in engine]
         references = [one for one in known if one["activations"] == "bf16"]
         references.sort(key=lambda one: str(one["backend"]).startswith("ours"))
-        if model in CHECKPOINTS and references:
+        if has_equal_weights(model) and references:
             made += [_compare(references[0], one) for one in known if one is not references[0]]
     return made
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from vllm_kernels import Kernel, time_of_experts
-from vllm_models import CHECKPOINTS, experts_of, fill_parameter
+from vllm_models import CHECKPOINTS, experts_of, fill_parameter, stacked_experts
 
 from lancebill.jit.cache import Cache
 
@@ -70,8 +70,8 @@ BACKENDS: dict[str, Backend] = {
     "ours": Backend(ours=True, environment={}, kernels=OURS),
     "ours-fp8": Backend("fp8", ours=True, environment={}, kernels=OURS),
     "ours-split": Backend(ours=True, split=True, environment={}, kernels=OURS),
+    # with fp8 inputs vLLM's Marlin refuses every GPU but sm_89 and sm_12x
     "marlin": Backend(moe_backend="marlin", kernels=("marlin", *SHARED_STEPS)),
-    "marlin-fp8": Backend("fp8", "marlin", OFF | {"VLLM_MARLIN_INPUT_DTYPE": "fp8"}, kernels=("marlin", *SHARED_STEPS)),
     "humming": Backend(moe_backend="humming", kernels=("humming", *SHARED_STEPS)),
     "humming-fp8": Backend("fp8", "humming", OFF | HUMMING_FP8, kernels=("humming", *SHARED_STEPS)),
     "triton": Backend(moe_backend="triton", kernels=(*TRITON, *SHARED_STEPS)),
@@ -114,7 +114,7 @@ def engine_options(model: str, backend: Backend, sizes: Sizes) -> dict[str, Any]
         "disable_log_stats": True,
         "seed": 0,
         "kv_cache_memory_bytes": int(sizes.kv_gib * (1 << 30)),
-        "gpu_memory_utilization": 0.8,
+        "gpu_memory_utilization": 0.1,  # must be free at the start, and limits nothing beside a size of the cache
         **backend.settings(experts_of(model)),
         **(DEEPSEEK_V4_OPTIONS if model.startswith("deepseek-v4") else {}),
     }
@@ -173,15 +173,34 @@ def fill_dummy_weights() -> None:
     def load_weights(self: Any, model: torch.nn.Module, model_config: Any) -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-                fill_parameter(name, parameter.data, generator)
-        for module in model.modules():
+                fill_parameter(name, parameter.data, _generator(name, parameter.device))
+        device = next(model.parameters()).device
+        for name, module in model.named_modules():
+            if getattr(module, "taken", None) is not None:
+                _fill_our_experts(name, module.taken, device)
             if hasattr(module, "hc_attn_fn_broadcast"):  # DeepSeek-V4 derives it while it loads
                 fn = module.hc_attn_fn.data
                 module.hc_attn_fn_broadcast = fn.view(fn.shape[0], module.hc_mult, -1).sum(1).contiguous()
         print(FILLED, flush=True)
 
     DummyModelLoader.load_weights = load_weights
+
+
+def _generator(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+
+def _fill_our_experts(name: str, method: Any, device: torch.device) -> None:
+    """What vLLM's own parameters of the layer `name` would hold; in models without such tensors ours are random."""
+    takeover = method.takeover
+    known = list(stacked_experts(takeover.source.config.model, method.index))
+    for tensor, part, shape in known:
+        values = torch.empty(shape, dtype=torch.uint8, device=device)
+        fill_parameter(part, values, _generator(f"{name}.{part}", device))
+        list(takeover.divert([(tensor, values if "scale" in part else values.unflatten(-1, (-1, 16)))]))
+    if known:
+        takeover.random = False
+        takeover.finish(method.index)  # packs the layer, before the next one needs memory
 
 
 class Meter:

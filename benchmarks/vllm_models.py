@@ -42,26 +42,6 @@ QWEN3_30B: dict[str, Any] = {
     "vocab_size": 151936,
     "quantization_config": MXFP4_EVERYWHERE,
 }
-# The same experts stored in a format that vLLM reads in this family: compressed-tensors.
-PACKED_MXFP4 = {
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["re:.*self_attn.*", "re:.*mlp.gate$", "lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-            },
-        }
-    },
-}
 # Qwen3's attention around the experts of DeepSeek-V4-Flash.
 QWEN3_V4_EXPERTS = QWEN3_30B | {
     "num_hidden_layers": 6,
@@ -192,16 +172,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b-4-layers": GPT_OSS_120B
     | {"num_hidden_layers": 4, "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt-oss-1-layer": GPT_OSS_120B | {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
-    "qwen3-30b-1-layer": QWEN3_30B | {"num_hidden_layers": 1, "quantization_config": PACKED_MXFP4},
-    "qwen3-30b-6-layers": QWEN3_30B | {"num_hidden_layers": 6, "quantization_config": PACKED_MXFP4},
-    "tiny-qwen3-stored": QWEN3_30B
-    | TINY
-    | {
-        "moe_intermediate_size": 128,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "quantization_config": PACKED_MXFP4,
-    },
+    "qwen3-30b-6-layers": QWEN3_30B | {"num_hidden_layers": 6},
+    "qwen3-30b-1-layer": QWEN3_30B | {"num_hidden_layers": 1},
+    "qwen3-v4-experts-1-layer": QWEN3_V4_EXPERTS | {"num_hidden_layers": 1},
     "tiny-qwen3": QWEN3_30B | TINY | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4},
     "tiny-gpt-oss": GPT_OSS_120B
     | TINY
@@ -211,10 +184,7 @@ CHECKPOINTS = (
     "gpt-oss-120b",
     "gpt-oss-1-layer",
     "gpt-oss-20b-4-layers",
-    "qwen3-30b-1-layer",
-    "qwen3-30b-6-layers",
     "tiny-gpt-oss",
-    "tiny-qwen3-stored",
 )  # loaded from a file; the others have random weights by the loader
 
 
@@ -222,6 +192,22 @@ def experts_of(name: str) -> int:
     """The number of routed experts of each layer."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next(MODELS[name][key] for key in keys if key in MODELS[name])
+
+
+def stacked_experts(config: dict[str, Any], layer: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The expert tensors of a Qwen3 model in MXFP4: a checkpoint's name, vLLM's parameter, its shape in bytes."""
+    if config["model_type"] != "qwen3_moe":
+        return
+    hidden, middle = config["hidden_size"], config["moe_intermediate_size"]
+    for name, part, n, k in (("gate_up_proj", "w13", 2 * middle, hidden), ("down_proj", "w2", hidden, middle)):
+        prefix, rows = f"model.layers.{layer}.mlp.experts.{name}", (config["num_experts"], n)
+        yield f"{prefix}_blocks", f"{part}_weight", (*rows, k // 2)
+        yield f"{prefix}_scales", f"{part}_weight_scale", (*rows, k // 32)
+
+
+def has_equal_weights(name: str) -> bool:
+    """Whether all backends have the same weights, so that their answers can be compared."""
+    return name in CHECKPOINTS or any(stacked_experts(MODELS[name], 0))
 
 
 def model_folder(name: str, root: Path, device: str) -> Path:
@@ -268,9 +254,8 @@ def _write_checkpoint(config: dict[str, Any], folder: Path, device: str) -> None
     from safetensors.torch import save_file
 
     generator = torch.Generator(device).manual_seed(0)
-    layer_of = _gpt_oss_layer if config["model_type"] == "gpt_oss" else _qwen3_layer
     parts = [dict(_ends(config, generator))]
-    parts += [dict(layer_of(config, layer, generator)) for layer in range(config["num_hidden_layers"])]
+    parts += [dict(_layer(config, layer, generator)) for layer in range(config["num_hidden_layers"])]
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(lambda part, name: save_file(part, folder / name), parts, names))
@@ -299,7 +284,7 @@ def _attention(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     yield "self_attn.o_proj", hidden, queries
 
 
-def _gpt_oss_layer(config: dict[str, Any], layer: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+def _layer(config: dict[str, Any], layer: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     hidden, middle, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
     prefix = f"model.layers.{layer}"
     for name, n, k in (*_attention(config), ("mlp.router", experts, hidden)):
@@ -313,24 +298,6 @@ def _gpt_oss_layer(config: dict[str, Any], layer: int, generator: torch.Generato
         # 2^-8 or 2^-7 times codes of about 3 in size: variance near 1 / k
         yield f"{prefix}.mlp.experts.{name}_scales", _integers((experts, n, k // 32), 119, 121, generator)
         yield f"{prefix}.mlp.experts.{name}_bias", _normal((experts, n), 0.02, generator)
-
-
-def _qwen3_layer(config: dict[str, Any], layer: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    hidden, middle, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
-    prefix = f"model.layers.{layer}"
-    for name, n, k in (*_attention(config), ("mlp.gate", experts, hidden)):
-        yield f"{prefix}.{name}.weight", _normal((n, k), 1 / math.sqrt(k), generator)
-    for norm in ("self_attn.q_norm", "self_attn.k_norm"):
-        yield f"{prefix}.{norm}.weight", torch.ones(config["head_dim"], dtype=torch.bfloat16)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{prefix}.{norm}.weight", torch.ones(hidden, dtype=torch.bfloat16)
-    for name, n, k in (("gate_proj", middle, hidden), ("up_proj", middle, hidden), ("down_proj", hidden, middle)):
-        codes = _integers((experts, n, k // 2), 0, 256, generator)
-        scales = _integers((experts, n, k // 32), 119, 121, generator)  # as in gpt-oss
-        for expert in range(experts):
-            module = f"{prefix}.mlp.experts.{expert}.{name}"
-            yield f"{module}.weight_packed", codes[expert].clone()
-            yield f"{module}.weight_scale", scales[expert].clone()
 
 
 def _normal(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:

@@ -128,7 +128,7 @@ def running(arguments: argparse.Namespace, root: Path, out: Path, record: dict[s
 
 
 def server_words(engine: Engine, arguments: argparse.Namespace) -> list[str]:
-    """Options of the server; each has its share of the GPU's memory."""
+    """Options of the server."""
     cases = arguments.cases[engine.model]
     longest = max(case.tokens_in + case.tokens_out for case in cases)
     sizes = Sizes(
@@ -137,8 +137,7 @@ def server_words(engine: Engine, arguments: argparse.Namespace) -> list[str]:
         prompts=((max(case.concurrency for case in cases), longest),),
         sequences=(),
     )
-    share = {"gpu_memory_utilization": round(0.8 / len(arguments.engines), 2)}
-    options = engine_options(engine.model, BACKENDS[engine.backend], sizes) | share
+    options = engine_options(engine.model, BACKENDS[engine.backend], sizes)
     return words_of(options | {"stream_interval": arguments.stream_interval})
 
 

@@ -29,7 +29,7 @@ import torch
 from machine import command, commit, gpu_machine, package_version
 from vllm_answers import compared
 from vllm_engine import BACKENDS, Meter, Sizes, set_environment, start
-from vllm_models import CHECKPOINTS, MODELS, model_folder
+from vllm_models import MODELS, has_equal_weights, model_folder
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe",
@@ -179,7 +179,7 @@ def measure(model: str, name: str, folder: Path, arguments: argparse.Namespace, 
 
     note()
     meter = Meter(llm, MODELS[model]["vocab_size"])
-    if model in CHECKPOINTS:  # elsewhere every backend has weights of its own
+    if has_equal_weights(model):
         note(answers=meter.answers(sizes.answer_tokens))
     note(prefill=[meter.prefill(count, tokens, sizes.trials) for count, tokens in sizes.prompts])
     note(decode=[meter.decode(count, sizes.new_tokens, sizes.trials) for count in sizes.sequences])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
 from project import ROOT
+
+from lancebill.checkpoint.read.config import config_of_model
+from lancebill.checkpoint.resolve.expected_headers import expected_headers
+from lancebill.checkpoint.resolve.naming import find_family
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -23,3 +28,10 @@ def test_text_is_as_long_as_its_ids_and_within_the_bound_of_vllm(tmp_path: Path,
     assert tokenizer.encode(text, add_special_tokens=False) == ids
     # vLLM answers 400 to a text above this, before it makes tokens of it
     assert len(text) <= len(ids) * max(map(len, tokenizer.get_vocab()))
+
+
+def test_stacked_experts_have_the_names_and_bytes_that_the_config_suggests() -> None:
+    config = config_of_model(vllm_models.MODELS["tiny-qwen3"])
+    expected = expected_headers(config, find_family(config.model), 1)
+    made = {name: math.prod(shape) for name, _, shape in vllm_models.stacked_experts(dict(config.model), 1)}
+    assert made == {name: math.prod(stored.shape) for name, stored in expected.items()}
