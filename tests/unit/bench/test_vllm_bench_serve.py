@@ -95,8 +95,11 @@ def test_trials_are_added_to_the_server_of_their_model() -> None:
 
 
 def test_processes_of_a_server_are_put_on_cores_and_their_time_is_counted(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.touch()  # the engine's process is seen before it has opened its log
+
     def start_engine_and_sleep() -> None:
-        fork(lambda: busy(0.3), tmp_path / "engine.log")
+        fork(lambda: busy(0.3), log)
         time.sleep(FAR)
 
     def busy(seconds: float) -> None:
@@ -109,7 +112,7 @@ def test_processes_of_a_server_are_put_on_cores_and_their_time_is_counted(tmp_pa
     started = fork(start_engine_and_sleep, None)
     try:
         deadline = time.monotonic() + FAR
-        while len(processes(started)) < 2 or "done" not in (tmp_path / "engine.log").read_text():
+        while len(processes(started)) < 2 or "done" not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         own, engine = processes(started)
