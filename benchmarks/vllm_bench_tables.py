@@ -31,6 +31,8 @@ class Column:
     @property
     def spread(self) -> str:
         """How far the slowest trial of a server is from its fastest, of the server where that is most."""
+        if self.trials == 1:
+            return "one trial"
         seconds = [_seconds(server, self.case) for server in self.servers]
         return f"{max(max(each) / min(each) - 1 for each in seconds):.0%}"
 
@@ -67,7 +69,7 @@ def vllm_bench_serve() -> str:
     tables: dict[tuple[str, str], Columns] = {}
     profiled: dict[tuple[str, str], Profiled] = {}
     for file in result_files("vllm-bench-serve"):
-        servers = [server for server in file.record["servers"] if server.get("cases")]
+        servers = [server for server in file.record["servers"] if "cases" in server]
         for key in dict.fromkeys(_kind(file, server) for server in servers):
             held = [server for server in servers if _kind(file, server) == key]
             tables.setdefault(key, {}).update(_columns(file, held))
