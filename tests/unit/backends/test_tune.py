@@ -201,10 +201,11 @@ def test_chunks_keep_blocks_equally_busy(activations: str, slices: int, tiles: i
 
     That holds too where another number of tiles was expected.
     """
-    form, resident = WeightForm(E2M1_CODE, E8M0_G32, 32, activations), 3 * 132
+    form = WeightForm(E2M1_CODE, E8M0_G32, 32, activations)
     blocks = -(-slices // hopper.decode_slices(form))
     for expected in (tiles, 64, 256):
-        cut = hopper.chunk(form, expected, slices, known=expected == tiles)
+        cut, per_sm = hopper.decode_chunks(form, expected, slices, known=expected == tiles)
+        resident = per_sm * 132
         each = max(cut.stages, -(-tiles * blocks // cut.shares))
         chunks = -(-tiles * blocks // each)
         if expected <= tiles:
@@ -217,12 +218,26 @@ def test_chunks_keep_blocks_equally_busy(activations: str, slices: int, tiles: i
             assert (cut.pieces == 1) == (each % blocks == 0)
 
 
+def test_decoding_takes_two_blocks_where_they_have_whole_tiles_or_are_enough() -> None:
+    """Tiles have 28 stages: 256 are one for each of 264 blocks, 396 one for each of 396, and 8 are 64 chunks."""
+    form = WeightForm(E2M1_CODE, E8M0_G32, 32, BF16)
+    found = {tiles: hopper.decode_chunks(form, tiles, 4 * 28) for tiles in (256, 396, 8)}
+    assert {tiles: (cut.stages, blocks) for tiles, (cut, blocks) in found.items()} == {
+        256: (28, 2),
+        396: (28, 3),
+        8: (4, 2),
+    }
+    assert hopper.decode_tile(form, 4 * 28, 2).stages > hopper.decode_tile(form, 4 * 28).stages
+    assert hopper.decode_chunks(form, 256, 4 * 28, known=False)[1] == 3
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
 @pytest.mark.parametrize("slices", [1, 16, 56, 128])
-def test_decode_rows_and_stages_fit_in_shared_memory(slices: int) -> None:
+def test_decode_rows_and_stages_fit_in_shared_memory(slices: int, blocks: int) -> None:
     """The planned number of blocks fits if slices overlap; at least one block fits if they cannot (Triton >= 3.8)."""
     for code, scale, group in ((E2M1_CODE, E8M0_G32, 32), (E4M3_CODE, NO_SCALE, 0)):
         form = WeightForm(code, scale, group, E4M3)
-        tile = hopper.decode_tile(form, slices)
+        tile = hopper.decode_tile(form, slices, blocks)
         stages = tile.stages * hopper.stage_bytes(form, 0, tile.slices) + hopper.RESERVED
         assert tile.row_slices >= slices and tile.stages >= 2
         assert tile.blocks * (stages + 128 * (tile.row_slices + 8)) <= hopper.SHARED_PER_SM

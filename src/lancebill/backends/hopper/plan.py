@@ -82,8 +82,8 @@ def _grouped_gemm(
 def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
     """The GEMM with one tile per slot."""
     slots = plan.expected_slots
-    chunks = tune.chunk(gemm.form, slots * gemm.units, gemm.slices, known=slots == plan.slots)
-    tiles = (tune.decode_tile(gemm.form, gemm.slices),)
+    chunks, blocks = tune.decode_chunks(gemm.form, slots * gemm.units, gemm.slices, known=slots == plan.slots)
+    tiles = (tune.decode_tile(gemm.form, gemm.slices, blocks),)
     return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=tiles)
 
 

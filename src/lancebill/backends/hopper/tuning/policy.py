@@ -25,8 +25,7 @@ _MOST_STAGES = 8
 _PROCESSORS = 132
 _FEWEST_BLOCKS = 2  # per SM; one alone has nothing that hides its waits
 _FILLED = 0.8  # the share of all rounds of tiles that blocks must at least be busy
-_DECODE_BLOCKS = 3  # per SM, when decoding
-_RESIDENT = _DECODE_BLOCKS * _PROCESSORS
+_DECODE_BLOCKS = 3  # per SM, when decoding; or 2, see `decode_chunks`
 _TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
 MOST_FEW_ROWS = 16  # of one matrix that are one tile
@@ -155,17 +154,40 @@ def decode_slices(form: WeightForm) -> int:
 
 
 @cache
-def decode_tile(form: WeightForm, slices: int) -> Tile:
-    """The pipeline when decoding: long stages, three blocks per SM, and room for an fp8 row."""
+def decode_tile(form: WeightForm, slices: int, blocks: int = _DECODE_BLOCKS) -> Tile:
+    """The pipeline when decoding: long stages, so many blocks per SM, and room for an fp8 row."""
     fp8, stage_slices = form.activations == E4M3, decode_slices(form)
     row_slices = max(8, power_of_two(-(-slices // stage_slices) * stage_slices)) if fp8 else 0
-    room = SHARED_PER_SM // _DECODE_BLOCKS - RESERVED - _BARRIERS - (row_slices + 8) * 128 * fp8
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - (row_slices + 8) * 128 * fp8
     stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if fp8 else 8, stage_slices))
-    return Tile((8,), stages, stage_slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], row_slices=row_slices)
+    return Tile((8,), stages, stage_slices, blocks, _REGISTERS[blocks], row_slices=row_slices)
 
 
-def chunk(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> Chunks:
-    """How the stages of `tiles` tiles are cut, when decoding.
+def decode_chunks(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> tuple[Chunks, int]:
+    """How the stages of `tiles` tiles are cut, when decoding, and how many blocks share an SM.
+
+    Three blocks hide each other's waits best. Two have more shared memory each: they are faster if there are no more
+    chunks anyway, and if only their chunks begin and end with tiles or with equal parts of one. A chunk that ends
+    inside the next tile has one more partial sum to store and to count.
+    """
+    three = _cut_for(form, tiles, slices, _DECODE_BLOCKS * _PROCESSORS, known)
+    if not known:
+        return three, _DECODE_BLOCKS
+    stages = -(-slices // decode_slices(form))
+    two = _cut_for(form, tiles, slices, _TWO_PER_SM, known)
+    few = -(-tiles * stages // three.stages) <= _TWO_PER_SM
+    if few or (_fits_tiles(two, stages) and not _fits_tiles(three, stages)):
+        return three if few else two, 2
+    return three, _DECODE_BLOCKS
+
+
+def _fits_tiles(chunks: Chunks, stages: int) -> bool:
+    """Whether a chunk is a number of whole tiles of so many stages, or an equal part of one."""
+    return chunks.stages % stages == 0 or stages % chunks.stages == 0
+
+
+def _cut_for(form: WeightForm, tiles: int, slices: int, resident: int, known: bool) -> Chunks:
+    """How the stages of `tiles` tiles are cut for so many resident blocks.
 
     fp8 is faster with one short tile for each block, even where that leaves a third of the blocks idle: every piece of
     a tile converts the row again, and is added to the others.
@@ -175,7 +197,7 @@ def chunk(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> C
         whole = cut(tiles, stages, _TWO_PER_SM)
         if whole.pieces == 1:
             return whole
-    return cut(tiles, stages, _RESIDENT, known=known)
+    return cut(tiles, stages, resident, known=known)
 
 
 @cache
