@@ -27,7 +27,7 @@ from lancebill.formats import registry
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
-from lancebill.split import large_batches, streamed
+from lancebill.split import divide_batch, large_batches, streamed
 from lancebill.split import moves as moving
 from lancebill.split.mover import MOVER
 from lancebill.split.moves import Moves
@@ -264,9 +264,8 @@ def test_large_batches_see_where_experts_are(folder: Path, monkeypatch: pytest.M
     assert split.host_experts is not None and split.host_experts.report is not None
     monkeypatch.setattr(streamed, "WAVE_BYTES", 3 * split.host_experts.report.bytes // SIZE.experts)
     sent: list[Any] = []
-    large: Any = split.executor.large_batches  # type: ignore[attr-defined]
-    choose = large.choose
-    monkeypatch.setattr(large, "choose", lambda *given: sent.append(choose(*given)) or sent[-1])
+    choose = divide_batch.choose_ways
+    monkeypatch.setattr(divide_batch, "choose_ways", lambda *a, **b: sent.append(choose(*a, **b)) or sent[-1])
     for seed, first in enumerate((0, 7, 12)):
         run(split, inputs(3, seed, first))
         torch.cuda.synchronize()

@@ -31,10 +31,10 @@ from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.unusual import assuming
+from lancebill.split import divide_batch, gpu_queues, host_calls, large_batches, mailbox, streamed
 from lancebill.split import executor as executors
-from lancebill.split import gpu_queues, host_calls, large_batches, mailbox, streamed
 from lancebill.split.recorded import record
-from lancebill.split.ways import Rates
+from lancebill.split.ways import Rates, Ways
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.layers import layer_problem, worst_row
 
@@ -283,9 +283,8 @@ def test_copied_experts_compute_the_whole_layer(
     each = load(folder, gpu_experts=on_gpu).host_experts.report.bytes // (16 - on_gpu)  # type: ignore[union-attr]
     monkeypatch.setattr(streamed, "WAVE_BYTES", 3 * each)
     whole, split = load(folder), load(folder, gpu_experts=on_gpu)
-    large, sent = split.executor.large_batches, []  # type: ignore[attr-defined]
-    choose = large.choose
-    monkeypatch.setattr(large, "choose", lambda *given: sent.append(choose(*given)) or sent[-1])
+    sent, choose = list[Ways](), divide_batch.choose_ways
+    monkeypatch.setattr(divide_batch, "choose_ways", lambda *a, **b: sent.append(choose(*a, **b)) or sent[-1])
     for tokens in (100, 1500):
         for seed in range(3):
             given = inputs(tokens, seed)
@@ -354,7 +353,8 @@ def test_recorded_packing_is_packing(spec: str) -> None:
     weights = Weights(problem, torch.device("cuda"))
     own, host = (packed_experts(problem, where, weights) for where in ("cuda", "cpu"))
     stage = streamed.Stage.make(own, host, torch.device("cuda", 0))
-    assert len(stage.recorded) == streamed.BUFFERS and all(stage.recorded), "each is one launch"
+    assert len(stage.recorded) == streamed.BUFFERS
+    assert all(list(held) == [3, 2, 1] and all(held.values()) for held in stage.recorded), "each is one launch"
     for buffer in range(streamed.BUFFERS):
         for matrix, tensors in host.tensors.packed().items():
             for name, tensor in tensors.items():
@@ -362,10 +362,11 @@ def test_recorded_packing_is_packing(spec: str) -> None:
         for tensors in stage.packed.values():
             for tensor in tensors.values():
                 tensor.zero_()
-        stage.pack_wave(buffer, 3)
-        for matrix, tensors in own.tensors.packed().items():
-            for name, tensor in tensors.items():
-                assert torch.equal(stage.packed[matrix][name], tensor), (buffer, matrix, name)
+        for count in (1, 2, 3):
+            stage.pack_wave(buffer, count)
+            for matrix, tensors in own.tensors.packed().items():
+                for name, tensor in tensors.items():
+                    assert torch.equal(stage.packed[matrix][name][:count], tensor[:count]), (buffer, matrix, name)
 
 
 def test_work_that_waits_for_the_gpu_is_not_recorded() -> None:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from lancebill.split.cpu_rows import Rows
+
 
 class ChosenExperts:
-    """Physical ids [M, k]; those below 0, and from `known` on, are of no expert."""
+    """Physical ids [M, k] in host memory, from -1 to `known`: these two are of no expert."""
 
     def __init__(self, ids: Tensor, known: int) -> None:
-        """Waits until the device has chosen them."""
-        self.top_k, self._known = ids.shape[1], known
-        self._places = np.clip(ids.cpu().numpy().ravel(), -1, known) + 1  # the first and the last are of no expert
+        self._known, self._places = known, ids.numpy() + 1
 
     def counts(self, expert_map: Tensor) -> dict[int, float]:
         """How many rows each expert of a part has. The map is in host memory."""
-        counts = np.bincount(self._places, minlength=self._known + 2)[1:-1].tolist()
-        used: dict[int, float] = {}
-        for slot, count in zip(expert_map.tolist(), counts):
-            if slot >= 0 and count:
-                used[slot] = used.get(slot, 0.0) + count
-        return used
+        counts = np.bincount(self._places.ravel(), minlength=self._known + 2)[1:-1]
+        tokens = np.bincount(expert_map.numpy() + 1, weights=counts)[1:].tolist()  # the first are those of no expert
+        return {slot: count for slot, count in enumerate(tokens) if count}
 
-    def rows(self, expert_map: Tensor) -> list[int]:
+    def rows(self, expert_map: Tensor) -> Rows:
         """The rows that use an expert of this map, which is in host memory."""
         is_used = np.zeros(self._known + 2, dtype=np.bool_)
         is_used[1:-1] = expert_map.numpy() >= 0
-        rows = np.flatnonzero(is_used.take(self._places)) // self.top_k
-        first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
-        return rows[first].tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(is_used.take(self._places.T).any(0))  # by columns: numpy is slow along short rows

@@ -21,6 +21,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self._number = self.stream.cuda_stream
         self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._released = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._one_at_a_time, self._ended = threading.Lock(), torch.cuda.Event()
@@ -30,6 +31,7 @@ class CudaLane:
         """The buffers belong to one batch: one of another stream must have ended before."""
         with self._one_at_a_time:
             self._ended.synchronize()
+            self.begin_batch()
             try:
                 yield
             finally:
@@ -44,13 +46,15 @@ class CudaLane:
             yield
 
     def begin_batch(self) -> None:
-        """Buffers are read by earlier work of the caller's stream only: let copies wait for it."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        """No buffer is read any more."""
         for event in self._released:
             event.record(self.stream)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        driver.copy_async(target.data_ptr(), source.data_ptr(), source.nbytes, self.stream.cuda_stream)
+    def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
+        """By addresses: slices of tensors would take the host longer than the copy."""
+        row = source.stride(0) * source.element_size()
+        to, start = target.data_ptr() + place * row, source.data_ptr() + first * row
+        driver.copy_async(to, start, count * row, self._number)
 
     def begin(self, buffer: int) -> None:
         self.stream.wait_event(self._released[buffer])

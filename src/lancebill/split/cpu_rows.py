@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lancebill.moe.dispatch import Indexed
 
+Rows = NDArray[np.intp]  # numbers of rows of a batch
 MOST_SENT = 0.75  # of all rows: with more, choosing rows takes longer than it saves
 STEP = 64  # numbers of rows are multiples of it, because each number has a call of its own
 
@@ -27,20 +28,22 @@ class CpuRows:
         return total.index_add_(0, self.numbers, sums)
 
 
-def expected_rows(tokens: float, slots: float) -> float:
+def expected_rows(tokens: float, slots: NDArray[np.float64]) -> NDArray[np.float64]:
     """How many rows are sent, if so many of their slots are the CPU's and lie among them by chance."""
-    used = tokens * -math.expm1(-slots / tokens) if tokens else 0.0
-    return used if few_enough(used, tokens) else tokens
+    used = tokens * -np.expm1(-slots / tokens) if tokens else np.zeros_like(slots)
+    return np.where(used <= MOST_SENT * tokens, used, float(tokens))
 
 
-def few_enough(used: float, tokens: float) -> bool:
+def few_enough(used: int, tokens: int) -> bool:
     """Whether only the rows that use an expert of the CPU are sent."""
     return used <= MOST_SENT * tokens
 
 
-def padded(rows: Sequence[int]) -> list[int]:
+def padded(rows: Rows) -> Rows:
     """With repetitions of the first row of the batch, so that few different numbers of rows come."""
-    return [*rows, *[0] * (-len(rows) % STEP)]
+    filled = np.zeros(len(rows) + -len(rows) % STEP, dtype=np.intp)
+    filled[: len(rows)] = rows
+    return filled
 
 
 def take_rows(x: Tensor, dispatch: Indexed, numbers: Tensor, count: int) -> CpuRows:

@@ -6,9 +6,8 @@ cannot be captured: in a graph the CPU computes its whole part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,30 +18,19 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.batch_maps import BatchMaps, wave_maps
-from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.cpu_rows import STEP, CpuRows, few_enough, padded, take_rows
+from lancebill.split.cpu_rows import STEP, CpuRows
+from lancebill.split.divide_batch import Division, LargeBatch, begin_batch, copy_unasked, divide_batch, host_us
 from lancebill.split.gpu_queues import SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
-from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, first_wave, waves_of
-from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
+from lancebill.split.streamed import BUFFERS, Stage, add_wave
+from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, expected_ways, size_of
 
 FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
+_TIMED = 2048  # tokens of the batch with which the host's time is measured
 _STAGES: dict[tuple[Problem, str, str, str], Stage] = {}  # shared by layers: their calls run one after the other
 _RATES: dict[tuple[Problem, str, str, str], Rates] = {}
-
-
-@dataclass(frozen=True, eq=False)
-class StreamedBatch:
-    """The rows of a batch, and the experts that are copied for it."""
-
-    stage: Stage
-    lane: CudaLane
-    waves: Sequence[Sequence[int]]
-    room: BatchMaps
-    x: Tensor
-    dispatch: Indexed
 
 
 class LargeBatches:
@@ -81,77 +69,82 @@ class LargeBatches:
     def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, out: Tensor) -> Tensor | None:
         """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's.
 
-        Waits until the device has chosen the experts. The wire takes longest, so the copies of the first wave are
-        queued before the others are divided. None: copying does not pay, so nothing is computed.
+        Waits until the device has chosen the experts. None: copying does not pay, so nothing is computed.
         """
-        rates, lane = self._measured(x.device), lane_of(x.device.index or 0)
-        chosen = ChosenExperts(dispatch.ids, host_map.numel())  # the map may be complete only then
-        counts, stage = chosen.counts(host_map), self._stage(x.device)
-        with lane.batch():
-            lane.begin_batch()
-            first = first_wave(counts, stage.experts)
-            self._copy(stage, lane, [first], 0)
-            ways = choose_ways(counts, len(x), self.size, rates)
-            if not ways.streamed:
-                return None
-            waves, room = waves_of(ways.streamed, stage.experts, first), self._room(host_map, x)
-            places = room.write(host_map, [slot for wave in waves for slot in wave], ways.cpu)
-            return self._run(StreamedBatch(stage, lane, waves, room, x, dispatch), chosen, places, ways, out)
+        rates = self._measured(x.device)
+        with lane_of(x.device.index or 0).batch():
+            batch = self._batch(x, dispatch, host_map)
+            first = copy_unasked(batch) if not self.shared else ()  # those that move may be on the device
+            division = divide_batch(batch, begin_batch(batch, rates, first), rates)
+            return None if division is None else self._run(batch, division, out)
 
-    def _run(self, batch: StreamedBatch, chosen: ChosenExperts, places: Tensor, ways: Ways, out: Tensor) -> Tensor:
-        """`places` is the CPU's map."""
-        stage, lane, waves, x = batch.stage, batch.lane, batch.waves, batch.x
-        used = chosen.rows(places) if ways.cpu else []
-        some = bool(used) and few_enough(len(used), len(x))
-        if some:
-            batch.room.add_rows(padded(used))
-        copied, numbers = batch.room.on_device()
-        rows = take_rows(x, batch.dispatch, numbers, len(used)) if some else None
-        side, sums = None, None
+    def _batch(self, x: Tensor, dispatch: Indexed, host_map: Tensor) -> LargeBatch:
+        lane, held = lane_of(x.device.index or 0), self.host.executor.tensors.packed()
+        room = self._room(host_map, x)
+        return LargeBatch(x, dispatch, host_map, held, self.size, self._stage(x.device), lane, room)
+
+    def _room(self, host_map: Tensor, x: Tensor) -> BatchMaps:
+        held = self._maps.get(x.device)
+        if held is None or held.tokens < len(x):
+            problem, tokens = self.host.executor.problem, 1 << (max(len(x), STEP) - 1).bit_length()
+            held = BatchMaps(problem.experts, host_map.numel(), tokens, problem.top_k, x.device)
+            self._maps[x.device] = held
+        return held
+
+    def _ask_cpu(self, batch: LargeBatch, division: Division) -> tuple[SideStream | None, Tensor | None]:
+        """Queue the CPU's part: its stream, and its sums."""
+        if not division.on_cpu:
+            return None, None
+        side, rows = SideStream(batch.x.device), division.rows
+        given = (batch.x, batch.dispatch) if rows is None else (rows.x, rows.dispatch)
+        return side, self.host.calls.queue(side, self.host.executor, division.cpu_map, *given, fetch=True)
+
+    def _run(self, batch: LargeBatch, division: Division, out: Tensor) -> Tensor:
+        x, rows = batch.x, division.rows
+        side, sums = self._ask_cpu(batch, division)
         try:
-            if used:
-                side = SideStream(x.device)
-                given = (x, batch.dispatch) if rows is None else (rows.x, rows.dispatch)
-                sums = self.host.calls.queue(side, self.host.executor, places, *given, fetch=True)
-            self._copy(stage, lane, waves, 1)
-            maps = wave_maps(copied, len(waves), stage.experts)
+            for number in range(2, BUFFERS):
+                batch.copy(division.waves, number)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
-                total = self._on_gpu(batch, maps)
+                total = self._on_gpu(batch, division)
         finally:
             if side is not None:
                 side.join()
         if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             batch = replace(batch, x=x.clone())  # the result may be written over it before it is read again
         out.copy_(_together(total, sums, rows))
-        if flags and _was_unusual(lane, flags):
-            lane.begin_batch()
+        if flags and _was_unusual(batch, flags):
+            batch.lane.begin_batch()
             for number in range(BUFFERS):
-                self._copy(stage, lane, waves, number)
+                batch.copy(division.waves, number)
             with repeating():
-                out.copy_(_together(self._on_gpu(batch, maps), sums, rows))
+                out.copy_(_together(self._on_gpu(batch, division), sums, rows))
         return out
 
-    def _copy(self, stage: Stage, lane: CudaLane, waves: Sequence[Sequence[int]], number: int) -> None:
-        copy_wave(stage, lane, self.host.executor.tensors.packed(), waves, number)
-
-    def _room(self, host_map: Tensor, x: Tensor) -> BatchMaps:
-        held = self._maps.get(x.device)
-        if held is None or held.tokens < len(x):
-            tokens = 1 << (max(len(x), STEP) - 1).bit_length()
-            held = BatchMaps(self.host.executor.problem.experts, host_map.numel(), tokens, x.device)
-            self._maps[x.device] = held
-        return held
-
-    def _on_gpu(self, batch: StreamedBatch, maps: Tensor) -> Tensor:
+    def _on_gpu(self, batch: LargeBatch, division: Division) -> Tensor:
         """The GPU's own experts and those that are copied, fp32."""
-        x, dispatch = batch.x, batch.dispatch
+        x, waves = batch.x, division.waves
+        batch.pack(waves, 0)  # at once, so that its buffer can be filled again
         if self.own.problem.experts:
-            total = self.own.run(x, dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
+            total = self.own.run(x, batch.dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
         else:
             total = torch.zeros_like(x, dtype=torch.float32)
-        held = self.host.executor.tensors.packed()
-        add_streamed(batch.stage, batch.lane, held, batch.waves, maps, x, dispatch, total)
+        for number, wave_map in enumerate(wave_maps(division.copied, len(waves), batch.stage.experts)):
+            if number > 0:
+                batch.pack(waves, number)
+            add_wave(batch.stage, wave_map, x, batch.dispatch, total)
         return total
+
+    def _host_us(self, rates: Rates, device: torch.device) -> tuple[float, float]:
+        """Of a batch that is routed to all experts alike."""
+        problem = self.host.executor.problem
+        x = torch.zeros(_TIMED, problem.hidden, dtype=problem.input.storage, device=device)
+        slots = torch.arange(_TIMED * problem.top_k, dtype=torch.int32, device=device)
+        ids = (slots % problem.global_experts).view(_TIMED, problem.top_k)
+        places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
+        places[places >= problem.experts] = -1
+        dispatch = Indexed(ids, torch.ones_like(ids, dtype=torch.float32))
+        return host_us(self._batch(x, dispatch, places), rates, self._ask_cpu)
 
     def known_rates(self) -> Rates:
         """As measured when a large batch first needed them; assumed before."""
@@ -175,14 +168,15 @@ class LargeBatches:
             assert isinstance(executor, CpuExecutor)
             with lane.batch():  # it fills the same buffers
                 if key not in _RATES:  # by another thread, meanwhile
-                    _RATES[key] = measure_rates(executor, self._stage(device), lane)
+                    timed = partial(self._host_us, device=device)
+                    _RATES[key] = measure_rates(executor, self._stage(device), lane, timed)
         return _RATES[key]
 
 
-def _was_unusual(lane: CudaLane, flags: list[Tensor]) -> bool:
+def _was_unusual(batch: LargeBatch, flags: list[Tensor]) -> bool:
     """Asked when the last wave is packed: the host need not wait until it is computed."""
-    with lane.packed():
-        return bool(any_set(flags))
+    with batch.lane.packed():
+        return bool(batch.room.fetch(any_set(flags).int()))
 
 
 def _together(total: Tensor, sums: Tensor | None, rows: CpuRows | None) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -32,8 +33,10 @@ _MOST_COPIES = 64  # waves
 _BEST_OF = 3
 
 
-def measure_rates(host: CpuExecutor, stage: Stage, lane: CudaLane) -> Rates:
-    """Takes some tenths of a second, once for each problem."""
+def measure_rates(
+    host: CpuExecutor, stage: Stage, lane: CudaLane, host_us: Callable[[Rates], tuple[float, float]]
+) -> Rates:
+    """Takes some tenths of a second, once for each problem. `host_us`: to begin a batch, and to divide it."""
     each = sum(t[0].nbytes for tensors in host.tensors.packed().values() for t in tensors.values())
     wave = stage.experts * each
     flops = 2 * sum(shape.n * shape.k for shape in host.problem.matrices.values())
@@ -49,22 +52,37 @@ def measure_rates(host: CpuExecutor, stage: Stage, lane: CudaLane) -> Rates:
     pack_s = min(_pack_seconds(stage) for _ in range(_BEST_OF))
     short, long = (_wave_seconds(stage, tokens, lane.device) for tokens in BATCHES)
     slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
-    return Rates(
+    rates = Rates(
         copy_gbs=wave / median(copies) / 1e9,
         cpu_gbs=each / points[0][1] / 1e3,
         cpu_gflops=points[-1][0] * flops / points[-1][1] / 1e3,
+        alone_gbs=wave / _alone(host, stage, lane, wave) / 1e9,
         pack_gbs=wave / pack_s / 1e9,
         wave_us=max(0.0, short - slope * BATCHES[0]) * 1e6,
         token_us=slope * 1e6,
         wave_experts=stage.experts,
         cpu_points=tuple(points),
     )
+    wait_us, divide_us = host_us(rates)
+    return replace(rates, wait_us=wait_us, divide_us=divide_us)
 
 
 def _both(
     host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, seconds: Callable[[], float]
 ) -> tuple[float, float]:
     """Seconds of the copy of a wave (of so many bytes) and of a call, while the CPU computes as long as copies run."""
+    start, end, copies = _copies(host, stage, lane, wave)
+    times = [seconds()]
+    while not end.query():
+        times.append(seconds())
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / copies, median(times[:-1] or times)  # the last one outlasted the copies
+
+
+def _copies(
+    host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int
+) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Queue copies of waves of so many bytes: events before and after them, and their number."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     last = host.problem.experts - stage.experts
     copies = min(_MOST_COPIES, max(1, _COPIED // wave))
@@ -72,11 +90,14 @@ def _both(
     for i in range(copies):
         _copy_wave(host, stage, lane, i * stage.experts % (last + 1))
     end.record(lane.stream)
-    times = [seconds()]
-    while not end.query():
-        times.append(seconds())
+    return start, end, copies
+
+
+def _alone(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int) -> float:
+    """Seconds of the copy of a wave while the CPU computes nothing."""
+    start, end, copies = _copies(host, stage, lane, wave)
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / copies, median(times[:-1] or times)  # the last one outlasted the copies
+    return float(start.elapsed_time(end)) / 1e3 / copies
 
 
 def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int, float]:
@@ -114,7 +135,7 @@ def _next_seconds(call: HostCall, experts: int, of: int) -> float:
 def _copy_wave(host: CpuExecutor, stage: Stage, lane: CudaLane, first: int) -> None:
     for matrix, tensors in host.tensors.packed().items():
         for name, tensor in tensors.items():
-            lane.copy(stage.raw[0][matrix][name], tensor[first : first + stage.experts])
+            lane.copy(stage.raw[0][matrix][name], 0, tensor, first, stage.experts)
 
 
 def _pack_seconds(stage: Stage) -> float:

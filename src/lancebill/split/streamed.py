@@ -22,16 +22,17 @@ from lancebill.moe.problem import Problem
 from lancebill.split.recorded import Recorded, record
 from lancebill.split.repack import repack, rows_of
 from lancebill.split.run_part import run_part
+from lancebill.split.waves import wave_sizes
 
 WAVE_BYTES = 96 << 20  # of experts that are copied, packed and computed together
-BUFFERS = 2  # waves of copied bytes: one is packed while the other is filled
+BUFFERS = 3  # waves of copied bytes: two are filled while one waits for the device's own experts
 
 
 class Lane(Protocol):
     """Copies beside the device's other work. Buffers are numbered."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy of bytes from host memory."""
+    def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
+        """Queue a copy of `count` rows from host memory, from row `first` on, to rows from `place` on."""
 
     def begin(self, buffer: int) -> None:
         """Let the copies that follow wait until the buffer is no longer read."""
@@ -48,7 +49,7 @@ class Lane(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Room on the device for the experts of a wave: as they are in host memory, twice, and as the device wants them."""
+    """Room on the device for the experts of a wave: as they are in host memory, and as the device wants them."""
 
     host: Layout
     own: Layout
@@ -56,7 +57,8 @@ class Stage:
     raw: tuple[dict[str, Packed], ...]
     packed: dict[str, Packed]
     executor: Executor
-    recorded: list[Recorded | None] = field(default_factory=list)  # the packing of each buffer, on a GPU
+    # On a GPU: the packing of each buffer, by the number of experts.
+    recorded: list[dict[int, Recorded | None]] = field(default_factory=list)
 
     @classmethod
     def make(cls, own: Executor, host: Executor, device: torch.device) -> Stage:
@@ -82,8 +84,15 @@ class Stage:
         executor = own.backend.executor(problem, own.device, TensorTable.of(packed))
         stage = cls(source, layout, problem, tuple(room() for _ in range(BUFFERS)), packed, executor)
         if device.type == "cuda":
-            stage.recorded.extend(record([partial(stage.pack, buffer, count) for buffer in range(BUFFERS)], device))
+            stage._record(device)
+            torch.cuda.current_stream(device).synchronize()  # copies have a stream of their own
         return stage
+
+    def _record(self, device: torch.device) -> None:
+        sizes = wave_sizes(self.experts)
+        works = [partial(self.pack, buffer, size) for buffer in range(BUFFERS) for size in sizes]
+        made = iter(record(works, device))
+        self.recorded.extend({size: next(made) for size in sizes} for _ in range(BUFFERS))
 
     @property
     def experts(self) -> int:
@@ -101,8 +110,11 @@ class Stage:
         repack(self.problem.matrices, (self.host, raw), (self.own, into))
 
     def pack_wave(self, buffer: int, count: int) -> None:
-        """As `pack`, but where its kernels are recorded, of the whole buffer."""
-        recorded = self.recorded[buffer] if self.recorded else None
+        """As `pack`, but where its kernels are recorded, perhaps of more experts than are there."""
+        recorded = None
+        if self.recorded:
+            held = self.recorded[buffer]
+            recorded = held[min(size for size in held if size >= count)]
         if recorded is None or recorded.queue():
             self.pack(buffer, count)
 
@@ -110,13 +122,6 @@ class Stage:
 def first_wave(counts: Mapping[int, float], each: int) -> list[int]:
     """The experts with the most tokens: whichever way others go, these are copied."""
     return sorted(sorted(counts, key=lambda slot: (-counts[slot], slot))[:each])
-
-
-def waves_of(slots: Sequence[int], each: int, first: Sequence[int] = ()) -> list[Sequence[int]]:
-    """The experts that are copied, packed and computed together. `first` are those of the first wave, if chosen."""
-    begun = set(first)
-    rest = [slot for slot in slots if slot not in begun] if first else slots
-    return [*([first] if first else []), *(rest[at : at + each] for at in range(0, len(rest), each))]
 
 
 def copy_wave(
@@ -130,25 +135,24 @@ def copy_wave(
     for place, first, count in _runs(waves[number]):
         for matrix, tensors in held.items():
             for name, tensor in tensors.items():
-                lane.copy(stage.raw[buffer][matrix][name][place : place + count], tensor[first : first + count])
+                lane.copy(stage.raw[buffer][matrix][name], place, tensor, first, count)
     lane.filled(buffer)
 
 
-def add_streamed(
-    stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]], maps: Tensor, x: Tensor,
-    dispatch: Indexed, total: Tensor,
-) -> None:  # fmt: skip
-    """Add the results of experts that are copied for this batch to `total` (fp32).
+def pack_wave(
+    stage: Stage, lane: Lane, held: Mapping[str, Packed], waves: Sequence[Sequence[int]], number: int
+) -> None:
+    """Queue the packing of a wave whose copies were queued, and the copies that its buffer is free for then."""
+    buffer = number % BUFFERS
+    lane.use(buffer)
+    stage.pack_wave(buffer, len(waves[number]))
+    lane.release(buffer)
+    copy_wave(stage, lane, held, waves, number + BUFFERS)
 
-    The copies of the first waves, one for each buffer, were queued before. `maps` are `wave_maps`, on the device.
-    """
-    for step, wave in enumerate(waves):
-        buffer = step % BUFFERS
-        lane.use(buffer)
-        stage.pack_wave(buffer, len(wave))
-        lane.release(buffer)
-        copy_wave(stage, lane, held, waves, step + BUFFERS)
-        total.add_(run_part(stage.executor, x, dispatch, maps[step], x.dtype))
+
+def add_wave(stage: Stage, wave_map: Tensor, x: Tensor, dispatch: Indexed, total: Tensor) -> None:
+    """Add the results of the experts that are packed to `total` (fp32). The map is one of `wave_maps`."""
+    total.add_(run_part(stage.executor, x, dispatch, wave_map, x.dtype))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -6,13 +6,18 @@ The CPU's time for an expert grows with its tokens, a copy's does not: the exper
 from __future__ import annotations
 
 import math
-from bisect import bisect, bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lancebill.moe.problem import Problem
 from lancebill.split.cpu_rows import expected_rows
+from lancebill.split.waves import WaveCosts, last_waves
+
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -37,26 +42,38 @@ class Rates:
     wave_experts: int = 1
     call_us: float = 100.0  # to the CPU and back
     wait_us: float = 300.0  # until the host knows which experts are used, and the first copies are queued
-    divide_us: float = 800.0  # from then until the CPU has its rows, if it has only some experts
+    divide_us: float = 500.0  # from then until the CPU has its rows, if it has only some experts
+    alone_gbs: float = 0.0  # as `copy_gbs`, while the CPU computes nothing; 0: not measured
     sums_gbs: float = 20.0  # sums of rows, however few of the CPU's experts they use: fitted to measured calls
     cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
 
-    def cpu_us(self, size: ExpertSize, tokens: float) -> float:
-        """The CPU's time for an expert with so many tokens: on the line through the two nearest points.
+    def cpu_us(self, size: ExpertSize, tokens: Numbers) -> Numbers:
+        """The CPU's time for experts with so many tokens: on the line through the two nearest points.
 
         Without points it reads the expert and then computes: the two hardly overlap.
         """
         if len(self.cpu_points) < 2:
-            return (size.bytes / self.cpu_gbs + tokens * size.flops / self.cpu_gflops) / 1e3
-        points = self.cpu_points
-        tokens = max(tokens, points[0][0])
-        place = min(max(bisect(points, (tokens, 0.0)), 1), len(points) - 1)
-        (low, before), (high, after) = points[place - 1], points[place]
-        return before + (tokens - low) * (after - before) / (high - low)
+            read: Numbers = size.bytes / self.cpu_gbs + tokens * size.flops / self.cpu_gflops
+            return read / 1e3
+        at, taken, slopes = self._lines
+        tokens = np.maximum(tokens, at[0])
+        line = at[1:-1].searchsorted(tokens)
+        us: Numbers = taken[line] + (tokens - at[line]) * slopes[line]
+        return us
+
+    @cached_property
+    def _lines(self) -> tuple[Numbers, Numbers, Numbers]:
+        at, taken = np.array(self.cpu_points, dtype=np.float64).T
+        return at, taken, np.diff(taken) / np.diff(at)
+
+    def wave_costs(self, size: ExpertSize, tokens: int) -> WaveCosts:
+        """Of waves of a batch with so many tokens."""
+        copy, pack = (size.bytes / gbs / 1e3 for gbs in (self.copy_gbs, self.pack_gbs))
+        return WaveCosts(copy, pack, self.wave_us + tokens * self.token_us)
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
-BOTH_WORTH = 0.85  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
+BOTH_WORTH = 0.95  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
 
@@ -94,69 +111,74 @@ def size_of(problem: Problem) -> ExpertSize:
 class _Batch:
     """The times of both ways, by the number of experts that the CPU has: those with the fewest tokens."""
 
-    def __init__(self, counts: Sequence[float], tokens: int, size: ExpertSize, rates: Rates) -> None:
-        """`counts` are the tokens of each expert, ascending."""
+    def __init__(self, counts: Numbers, tokens: int, size: ExpertSize, rates: Rates) -> None:
+        """`counts` are the tokens of each expert, in the order in which the CPU would take them."""
         self.counts, self.tokens, self.size, self.rates = counts, tokens, size, rates
-        self._slots = list(accumulate(counts, initial=0.0))
-        self._on_cpu_us: dict[int, list[float]] = {}  # by pieces: of no expert, of the first one, of two ...
+        self.rows = expected_rows(tokens, _sums(self.counts))  # that are sent to the CPU
+        self.rows[-1] = tokens  # a batch of which nothing is copied is sent whole
+        self.cpu_us, self.stream_us = self._cpu_us(), self._stream_us()
+        self.us = np.maximum(self.cpu_us, self.stream_us)
 
-    def rows(self, number: int) -> float:
-        """That are sent to the CPU. A batch of which nothing is copied is sent whole."""
-        return self.tokens if number == len(self.counts) else expected_rows(self.tokens, self._slots[number])
-
-    def cpu_us(self, number: int) -> float:
-        if number == 0:
-            return 0.0
-        rates, rows = self.rates, self.rows(number)
-        pieces = max(1, math.ceil(rows / MOST_ROWS))
+    def _cpu_us(self) -> Numbers:
+        rates, rows = self.rates, self.rows
+        pieces = np.maximum(1, np.ceil(rows / MOST_ROWS))
         row_us = self.size.row_bytes * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
-        if pieces not in self._on_cpu_us:
-            taken = {count: self._expert_us(count, pieces) for count in set(self.counts)}
-            self._on_cpu_us[pieces] = list(accumulate((taken[count] for count in self.counts), initial=0.0))
-        wait_us = rates.wait_us + rates.divide_us if number < len(self.counts) else 0.0
-        return wait_us + rates.call_us + rows * row_us + self._on_cpu_us[pieces][number]
+        us = rates.call_us + rows * row_us
+        us[:-1] += rates.wait_us + rates.divide_us
+        for number in set(pieces.tolist()):
+            these = pieces == number
+            us[these] += self._experts_us(number)[these]
+        us[0] = 0.0
+        return us
 
-    def _expert_us(self, count: float, pieces: int) -> float:
-        parts = max(1.0, min(pieces, count))  # pieces that read the expert
-        return parts * self.rates.cpu_us(self.size, count / parts)
+    def _experts_us(self, pieces: float) -> Numbers:
+        parts = np.maximum(1.0, np.minimum(self.counts, pieces))  # pieces that read the expert
+        return _sums(parts * self.rates.cpu_us(self.size, self.counts / parts))
 
-    def stream_us(self, number: int) -> float:
-        if number == len(self.counts):
-            return 0.0
-        rates, size = self.rates, self.size
-        compute_us = rates.wave_us + self.tokens * rates.token_us
-        pack_us = size.bytes / rates.pack_gbs / 1e3
-        each = max(size.bytes / rates.copy_gbs / 1e3, pack_us + compute_us / rates.wave_experts)
-        last = pack_us * rates.wave_experts + compute_us  # the last wave is computed when all copies have ended
+    def _stream_us(self) -> Numbers:
+        rates, most = self.rates, self.rates.wave_experts
+        costs, copied = rates.wave_costs(self.size, self.tokens), np.arange(len(self.counts), -1, -1)
+        gpu_us = costs.pack + costs.fixed / most  # for an expert
+        last = costs.fixed + costs.pack * min([most, *last_waves(most, costs)])  # it comes after all copies
         # Rows come back over the same wire as the copies, so they delay both ways.
-        rows_us = self.rows(number) * size.row_bytes / rates.copy_gbs / 1e3
-        return rates.wait_us + (len(self.counts) - number) * each + last + rows_us
+        rows_us = self.rows * self.size.row_bytes / rates.copy_gbs / 1e3
+        us: Numbers = rates.wait_us + last + rows_us + copied * max(costs.copy, gpu_us)
+        if rates.alone_gbs:  # with nothing for the CPU to read
+            us[0] = rates.wait_us + last + copied[0] * max(self.size.bytes / rates.alone_gbs / 1e3, gpu_us)
+        us[-1] = 0.0
+        return us
 
-    def us(self, number: int) -> float:
-        return max(self.cpu_us(number), self.stream_us(number))
 
-    def best(self) -> int:
-        """The number with which both ways end at about the same time."""
-        later = bisect_left(range(len(self.counts)), True, key=lambda n: self.cpu_us(n) >= self.stream_us(n))
-        return min(range(max(0, later - 1), later + 1), key=lambda n: (self.us(n), -n))
+def _sums(values: Numbers) -> Numbers:
+    """Of no value, of the first one, of two ..."""
+    sums = np.zeros(len(values) + 1)
+    values.cumsum(out=sums[1:])
+    return sums
 
 
 def choose_ways(
-    counts: Mapping[int, float], tokens: int, size: ExpertSize, rates: Rates, worth: float = BOTH_WORTH
+    counts: Mapping[int, float],
+    tokens: int,
+    size: ExpertSize,
+    rates: Rates,
+    worth: float = BOTH_WORTH,
+    begun: Collection[int] = (),
 ) -> Ways:
     """The fastest division of experts, given the tokens of each. Experts without tokens go neither way.
 
-    Both ways together must take at most `worth` of the time of the better one alone.
+    Both ways together must take at most `worth` of the time of the better one alone. Copies of `begun` have begun.
     """
-    order = sorted((expert for expert, count in counts.items() if count > 0), key=lambda e: (counts[e], e))
-    batch = _Batch([counts[expert] for expert in order], tokens, size, rates)
-    first = min((0, len(order)), key=lambda number: (batch.us(number), -number))
-    both = batch.best()
-    if batch.us(both) <= worth * batch.us(first):
-        first = both
-    ways = tuple(order[:first]), tuple(sorted(order[first:]))
-    alone = batch.cpu_us(len(order)), batch.stream_us(0)
-    return Ways(*ways, batch.cpu_us(first), batch.stream_us(first), *alone, batch.rows(first))
+    used, late = sorted(expert for expert, count in counts.items() if count > 0), set(begun)
+    each = np.array([counts[expert] for expert in used], dtype=np.float64)
+    ascending = np.lexsort((each, np.array([expert in late for expert in used])))
+    order, batch = [used[place] for place in ascending.tolist()], _Batch(each[ascending], tokens, size, rates)
+    number = min((0, len(order)), key=lambda number: (batch.us[number], -number))
+    both = int(batch.us.argmin())
+    if batch.us[both] <= worth * batch.us[number]:
+        number = both
+    ways = tuple(order[:number]), tuple(sorted(order[number:]))
+    taken = batch.cpu_us[number], batch.stream_us[number], batch.cpu_us[-1], batch.stream_us[0], batch.rows[number]
+    return Ways(*ways, *map(float, taken))
 
 
 def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, size: ExpertSize, rates: Rates) -> Ways:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
@@ -28,13 +29,16 @@ from lancebill.split import batch_maps, cpu_rows, large_batches, measure_rates, 
 from lancebill.split.batch_maps import wave_maps
 from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.cpu_rows import expected_rows, padded, take_rows
+from lancebill.split.divide_batch import copy_unasked
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
-from lancebill.split.streamed import BUFFERS, Stage, add_streamed, copy_wave, first_wave, waves_of
+from lancebill.split.streamed import BUFFERS, Stage, add_wave, copy_wave, first_wave, pack_wave
+from lancebill.split.waves import WaveCosts, waves_of
 from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, _Batch, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
 RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200, sums_gbs=50)
+COSTS = WaveCosts(copy=1.0, pack=0.1, fixed=0.5)
 EXPERT = ExpertSize(bytes=10_000_000, flops=40_000_000, row_bytes=4096 * 6)
 
 
@@ -50,6 +54,7 @@ class OrderedLane:
     @contextmanager
     def batch(self) -> Iterator[None]:
         with self.lock:
+            self.begin_batch()
             yield
 
     @contextmanager
@@ -59,9 +64,10 @@ class OrderedLane:
     def begin_batch(self) -> None:
         self.busy.clear()  # by work of the last batch, which has ended
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self.copied += source.nbytes
-        target.copy_(source)
+    def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
+        rows = source[first : first + count]
+        self.copied += rows.nbytes
+        target[place : place + count].copy_(rows)
 
     def begin(self, buffer: int) -> None:
         assert buffer not in self.busy, "the buffer is still read"
@@ -98,27 +104,27 @@ def test_copied_experts_give_what_the_cpu_gives(
     x, ids, weights = make_inputs(9)
     x, ids = x.float(), ids.long()
     ids[0, 1], ids[1, 0] = -1, SIZE.experts + 7
-    counts = ChosenExperts(ids, SIZE.experts).counts(host.expert_map)
+    counts = ChosenExperts(ids.clamp(-1, SIZE.experts), SIZE.experts).counts(host.expert_map)
     assert sum(counts.values()) == sum(int(host.expert_map[i]) >= 0 for i in ids.flatten() if 0 <= i < SIZE.experts)
     slots, lane, total = sorted(counts), OrderedLane(), torch.zeros(x.shape)
-    waves = waves_of(slots, stage.experts)
+    waves = waves_of(slots, stage.experts, COSTS)
     numbers = torch.full((SIZE.experts,), -1, dtype=torch.int32)
-    for number, slot in enumerate(slots):
-        numbers[host.expert_map == slot] = number
-    maps = wave_maps(numbers, len(waves), stage.experts)
+    for number, copied in enumerate(waves):
+        for place, slot in enumerate(copied):
+            numbers[host.expert_map == slot] = number * stage.experts + place
     for number in range(BUFFERS):
         copy_wave(stage, lane, held, waves, number)
-    add_streamed(stage, lane, held, waves, maps, x, Indexed(ids, weights.float()), total)
+    for number, wave_map in enumerate(wave_maps(numbers, len(waves), stage.experts)):
+        pack_wave(stage, lane, held, waves, number)
+        add_wave(stage, wave_map, x, Indexed(ids, weights.float()), total)
     assert lane.copied == len(slots) * each, "only experts with tokens, each once"
     want = host.compute(x, ids, weights, torch.empty_like(x))
     assert torch.allclose(total, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
 def test_the_first_wave_has_the_most_used_experts() -> None:
-    first = first_wave({4: 2.0, 1: 9.0, 3: 5.0, 0: 1.0, 7: 5.0}, 2)
-    assert first == [1, 3]
-    assert waves_of((0, 1, 3, 4, 7), 2, first) == [[1, 3], [0, 4], [7]] and waves_of((0, 1, 3), 2) == [(0, 1), (3,)]
-    assert first_wave({2: 1.0}, 5) == [2] and waves_of((2,), 5, [2]) == [[2]]
+    counts = {4: 2.0, 1: 9.0, 3: 5.0, 0: 1.0, 7: 5.0}
+    assert first_wave(counts, 2) == [1, 3] and first_wave({2: 1.0}, 5) == [2]
 
 
 class InstantQueue:
@@ -164,13 +170,13 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, lane: OrderedLane, rates: Rates
 
 def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
     x, weights = torch.arange(6.0).unsqueeze(1), torch.rand(6, 2)
-    ids = torch.tensor([[0, 1], [2, 3], [-1, 3], [1, 0], [9, 2], [1, 9]])
+    ids = torch.tensor([[0, 1], [2, 3], [-1, 3], [1, 0], [4, 2], [1, 4]])
     expert_map = torch.tensor([-1, -1, 0, -1], dtype=torch.int32)
     chosen = ChosenExperts(ids, 4)
-    assert chosen.rows(torch.full((4,), -1)) == [] and chosen.rows(torch.arange(4)) == [0, 1, 2, 3, 4, 5]
+    assert len(chosen.rows(torch.full((4,), -1))) == 0 and chosen.rows(torch.arange(4)).tolist() == [0, 1, 2, 3, 4, 5]
     used = chosen.rows(expert_map)
-    sent = take_rows(x, Indexed(ids, weights), torch.tensor(padded(used)), len(used))
-    assert sent.numbers[:2].tolist() == used == [1, 4] and len(sent.numbers) % 64 == 0
+    sent = take_rows(x, Indexed(ids, weights), torch.from_numpy(padded(used)), len(used))
+    assert sent.numbers[:2].tolist() == used.tolist() == [1, 4] and len(sent.numbers) % 64 == 0
     assert sent.x[:2, 0].tolist() == [1.0, 4.0] and (sent.dispatch.ids[2:] == -1).all()
     assert torch.equal(sent.dispatch.ids[:2], ids[[1, 4]]) and torch.equal(sent.dispatch.weights[:2], weights[[1, 4]])
     sums = torch.zeros(len(sent.numbers), 1)
@@ -180,16 +186,27 @@ def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
 
 def test_maps_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
-    room, expert_map = batch_maps.BatchMaps(4, 6, 3, torch.device("cpu")), torch.tensor([-1, 3, 0, -1, 2, 1])
-    for copied, on_cpu, sent in (((0, 1, 3), (2,), [5]), ((1, 2), (), []), ((2, 3), (3, 0), [1, 7, 8])):
-        places = room.write(expert_map, copied, on_cpu)
-        room.add_rows(sent)
+    room, expert_map = batch_maps.BatchMaps(4, 6, 3, 2, torch.device("cpu")), torch.tensor([-1, 3, 0, -1, 2, 1])
+    for waves, on_cpu, sent in (([(0, 1), (3,)], (2,), [5]), ([(1,), (2,)], (), []), ([(2, 3)], (3, 0), [1, 7, 8])):
+        places = room.write(expert_map, waves, 2, on_cpu)
+        room.add_rows(np.array(sent, dtype=np.intp))
         numbers, rows = room.on_device()
         assert places.tolist() == [slot if slot in on_cpu else -1 for slot in expert_map.tolist()]
-        ways = set(copied) - set(on_cpu)
-        assert numbers.tolist() == [copied.index(slot) if slot in ways else -1 for slot in expert_map.tolist()]
+        for wave, found in zip(waves, wave_maps(numbers, len(waves), 2).tolist()):
+            ways = set(wave) - set(on_cpu)
+            assert found == [wave.index(slot) if slot in ways else -1 for slot in expert_map.tolist()]
         assert rows.tolist() == sent
-    assert wave_maps(torch.tensor([-1, 2, 0, -1, 1]), 2, 2).tolist() == [[-1, -1, 0, -1, 1], [-1, 0, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_and_flags_are_fetched_through_room_of_the_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
+    room = batch_maps.BatchMaps(4, 6, 3, 2, torch.device("cpu"))
+    ids = torch.tensor([[5, 0], [-1, 3], [2, 1]], dtype=dtype)
+    assert room.fetch(ids).tolist() == ids.tolist() and room.fetch(ids[:1] + 9).tolist() == [[6, 6]]
+    assert [bool(room.fetch(torch.tensor(flag).int())) for flag in (True, False)] == [True, False]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.9])
@@ -197,9 +214,9 @@ def test_the_number_of_rows_that_are_sent_is_expected(share: float) -> None:
     g = torch.Generator().manual_seed(0)
     used = (torch.rand(4000, 8, generator=g) < share).sum(1)
     rows = int((used > 0).sum())
-    expected = expected_rows(4000, float(used.sum()))
+    none, expected = expected_rows(4000, np.array([0.0, float(used.sum())])).tolist()
     assert expected == 4000 if rows > 3200 else expected == pytest.approx(rows, rel=0.05)
-    assert expected_rows(0, 0) == 0
+    assert none == 0 and expected_rows(0, np.zeros(1)).tolist() == [0]
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
@@ -276,7 +293,7 @@ def test_rates_are_measured_beside_no_batch(tmp_path: Path, monkeypatch: pytest.
     assert layer.expert_map is not None and layer.host_experts.expert_map is not None
     without_gpu(monkeypatch, lane, RATES)
 
-    def measure(host: CpuExecutor, stage: Stage, lane: OrderedLane) -> Rates:
+    def measure(host: CpuExecutor, stage: Stage, lane: OrderedLane, host_us: object) -> Rates:
         measured.append(lane.lock.locked())
         for tensors in stage.raw[0].values():
             tensors["codes"].zero_()
@@ -294,6 +311,34 @@ def test_rates_are_measured_beside_no_batch(tmp_path: Path, monkeypatch: pytest.
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(large._measured, [x.device] * 2))
     assert measured == [True, True], "once for the batches, once for the threads"
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+def test_copies_begin_before_the_router_has_chosen_if_nearly_all_experts_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
+    executor, lane = layer.executor, OrderedLane()
+    assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
+    places, each = layer.host_experts.expert_map, expert_size(layer.host_experts.executor).bytes
+    assert layer.expert_map is not None and places is not None
+    without_gpu(monkeypatch, lane, RATES)
+    for tokens, copied in ((1, []), (200, [0])):
+        x, ids, weights = make_inputs(tokens)
+        batch = executor.large_batches._batch(x, Indexed(ids, weights, layer.expert_map), places)
+        assert list(copy_unasked(batch)) == copied and lane.copied == each * len(copied)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("cpu_gbs", [1e-3, 1e9], ids=["copied", "computed"])
+def test_the_host_is_timed_with_a_batch(cpu_gbs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
+    executor, lane = layer.executor, OrderedLane()
+    assert isinstance(executor, SplitExecutor)
+    without_gpu(monkeypatch, lane, RATES)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    begin, divide = executor.large_batches._host_us(Rates(10.0, cpu_gbs, 1e9, 1e9), torch.device("cpu"))
+    assert begin > 0 and divide > 0 and lane.copied % expert_size(executor.host.executor).bytes == 0 < lane.copied
 
 
 class PassedEvent:
@@ -326,12 +371,14 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     vars(lane).update(stream=None, device=torch.device("cpu"))
     stage = Stage.make(executor.own, host, torch.device("cpu"))
-    rates = measure_rates.measure_rates(host, stage, lane)  # type: ignore[arg-type]
+    rates = measure_rates.measure_rates(host, stage, lane, lambda rates: (5.0, rates.wave_experts))  # type: ignore[arg-type]
     each = expert_size(host).bytes
+    assert rates.wait_us == 5.0 and rates.divide_us == rates.wave_experts == 1
     assert [round(tokens) for tokens, _ in rates.cpu_points] == [1, 8, 16, 64, 128]
     assert rates.copy_gbs == pytest.approx(64 * each / 8e-3 / 1e9), "64 waves of one expert in 8 ms"
-    assert rates.cpu_us(expert_size(host), 64) >= rates.cpu_us(expert_size(host), 1) > 0
-    assert lane.copied == 5 * 64 * each
+    few, many = rates.cpu_us(expert_size(host), np.array([1.0, 64.0])).tolist()
+    assert many >= few > 0
+    assert lane.copied == 6 * 64 * each and rates.alone_gbs == rates.copy_gbs, "beside five calls, and alone"
     call, experts, tokens = measure_rates._call(host, 16)
     counts = torch.bincount(call.ids.flatten().long(), minlength=experts)
     assert (counts[:experts] == tokens).all() and experts == host.problem.experts
@@ -355,6 +402,10 @@ def test_the_fastest_division_is_chosen() -> None:
             Rates(1e-3, 150, 5000, 200),  # the CPU computes all
         )
     )
+    alone = choose_ways(dict.fromkeys(range(64), 512.0), 8192, EXPERT, replace(RATES, alone_gbs=55))
+    assert 0.9 < alone.copied_us / many.copied_us < 0.92, "copies are faster while the CPU reads nothing"
+    begun = choose_ways({e: 1.0 + e for e in range(64)}, 600, EXPERT, RATES, begun=(0, 1))
+    assert len(begun.cpu) >= len(between.cpu) - 2 and {0, 1} <= {*begun.streamed}, "what is copied stays on the GPU"
     assert choose_ways({3: 0.0, 4: 2.0}, 2, EXPERT, RATES).cpu == (4,)
     assert choose_ways({}, 2, EXPERT, RATES).estimate_us == 0
 
@@ -377,21 +428,21 @@ def test_no_other_division_is_faster_by_estimate(tokens: int) -> None:
     g = torch.Generator().manual_seed(tokens)
     counts = sorted(torch.poisson(torch.full((96,), tokens / 16.0), generator=g).clamp(min=1).tolist())
     rates = replace(RATES, cpu_points=((1.0, 60.0), (8.0, 190.0), (64.0, 450.0)), wave_us=150.0, wave_experts=10)
-    batch = _Batch(counts, tokens, EXPERT, rates)
+    batch = _Batch(np.array(counts), tokens, EXPERT, rates)
     found = choose_ways(dict(enumerate(counts)), tokens, EXPERT, rates, worth=1.0)
-    assert found.estimate_us == min(batch.us(number) for number in range(97))
-    assert found.rows == batch.rows(len(found.cpu)) <= tokens
+    assert found.estimate_us == batch.us.min() and len(batch.us) == 97
+    assert found.rows == batch.rows[len(found.cpu)] <= tokens
 
 
 def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
     rates = replace(RATES, cpu_points=((1.0, 100.0), (16.0, 130.0), (64.0, 610.0)))
-    assert [rates.cpu_us(EXPERT, tokens) for tokens in (1, 8.5, 16, 40, 64, 128)] == [100, 115, 130, 370, 610, 1250]
-    assert rates.cpu_us(EXPERT, 0.5) == 100, "it is read whole"
+    taken = rates.cpu_us(EXPERT, np.array([0.5, 1, 8.5, 16, 40, 64, 128, 2048]))
+    assert taken.tolist() == [100, 100, 115, 130, 370, 610, 1250, 20450], "with half a token it is read whole"
     pieces = choose_ways({0: 4096.0}, 4096, EXPERT, rates, worth=1.0)
     whole = choose_ways({0: 2048.0}, 2048, EXPERT, rates, worth=1.0)
     rows_us = EXPERT.row_bytes * 2048 * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
     assert pieces.cpu_alone_us == pytest.approx(2 * whole.cpu_alone_us - rates.call_us), "a piece reads experts again"
-    assert whole.cpu_alone_us == pytest.approx(rates.cpu_us(EXPERT, 2048) + rates.call_us + rows_us)
+    assert whole.cpu_alone_us == pytest.approx(taken[-1] + rates.call_us + rows_us)
 
 
 def test_more_tokens_never_send_fewer_experts_to_the_gpu() -> None:
