@@ -21,22 +21,22 @@ from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.bench.peer import Peer
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
+from lancebill.split import divide_batch, large_batches
 from lancebill.split import executor as executors
-from lancebill.split import large_batches
 from lancebill.split import moves as moving
 from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.host_calls import host_threads, use_host_threads
 from lancebill.split.host_threads import HostThreads
 from lancebill.split.large_batches import LargeBatches
-from lancebill.split.streamed import BUFFERS, copy_wave, waves_of
+from lancebill.split.streamed import BUFFERS, copy_wave
 from lancebill.split.ways import BOTH_WORTH, MOST_ROWS, Rates
 from lancebill.testing.layers import worst_row
 
-TURNS = 3  # what is compared is measured in turns: the rate of memory changes from second to second
-ENOUGH_S = 0.04  # of one measurement
-ROUNDS = 2, 25  # at least, at most
-PREFILLS = 3
+TURNS = 8  # what is compared is measured in turns: the rate of memory changes from second to second
+ENOUGH_S = 0.012  # of one measurement
+ROUNDS = 1, 25  # at least, at most
+PREFILLS = 5
 STEPS = 200, 400  # of a layer whose experts move: first, and timed
 CALLS = {1: 16, 4: 8}  # different calls in a round, by tokens: experts must not stay in the CPU's caches
 FEWEST_CALLS = 4
@@ -54,12 +54,12 @@ def us_of_calls(once: Callable[[], object], calls: int) -> float:
     return median(times) * 1e6 / calls
 
 
-def in_turns(measures: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """The median of each."""
+def in_turns(measures: dict[str, Callable[[], float]], turns: int = TURNS) -> dict[str, float]:
+    """The median of each. Every second turn goes backwards: after a pause the CPU is faster than after work."""
     found: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(TURNS):
-        for name, measure in measures.items():
-            found[name].append(measure())
+    for turn in range(turns):
+        for name in list(measures)[:: -1 if turn % 2 else 1]:
+            found[name].append(measures[name]())
     return {name: median(times) for name, times in found.items()}
 
 
@@ -263,15 +263,18 @@ def moves(experts: Experts, share: int, tokens: int) -> Measured:
 
 
 def eager_us(run: Callable[[], object]) -> float:
-    """The median time of a call, from its start until the GPU has ended, after a first one."""
-    times = []
-    for _ in range(PREFILLS + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return median(times[1:])
+    """The median time of a call, after a first one."""
+    once_us(run)
+    return median(once_us(run) for _ in range(PREFILLS))
+
+
+def once_us(run: Callable[[], object]) -> float:
+    """From its start until the GPU has ended."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
 
 
 def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measured:
@@ -281,18 +284,22 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     large, host_map = layer.executor.large_batches, layer.host_experts.expert_map
     assert host_map is not None
     rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
-    counts = ChosenExperts(given.ids, host_map.numel()).counts(host_map)
-    chosen = large_batches.choose_ways(counts, tokens, size, rates)
+    counts = ChosenExperts(given.ids.cpu(), host_map.numel()).counts(host_map)
+    chosen = divide_batch.choose_ways(counts, tokens, size, rates)
     forced = {
         "prefill": (rates, BOTH_WORTH),
         "cpu": (replace(rates, copy_gbs=1e-6), BOTH_WORTH),
         "copied": (replace(rates, cpu_gbs=1e-6, cpu_gflops=1e-6, cpu_points=()), BOTH_WORTH),
         "both": (rates, 1.0),
     }
-    taken: dict[str, float] = {}
-    for name, (used, worth) in forced.items():
+
+    def us(used: Rates, worth: float) -> float:
         with _forced(large, given.x.device, used, worth):
-            taken[name] = eager_us(lambda: whole(layer)(given))
+            return once_us(lambda: whole(layer)(given))
+
+    measures = {name: partial(us, *how) for name, how in forced.items()}
+    in_turns(measures, 1)
+    taken = in_turns(measures, PREFILLS)
     missing = len(chosen.cpu) + len(chosen.streamed)
     wire = missing * size.bytes / wire_gbs / 1e3
     together = 1 / (1 / wire + 1 / taken["cpu"])
@@ -312,14 +319,14 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
 def _forced(large: LargeBatches, device: torch.device, rates: Rates, worth: float) -> Iterator[None]:
     """Other rates, and how much both ways must save."""
     key = large._key(device)
-    before, choose = large_batches._RATES[key], large_batches.choose_ways
+    before, choose = large_batches._RATES[key], divide_batch.choose_ways
     large_batches._RATES[key] = rates
-    large_batches.choose_ways = partial(choose, worth=worth)
+    divide_batch.choose_ways = partial(choose, worth=worth)
     large._expected.clear()
     try:
         yield
     finally:
-        large_batches._RATES[key], large_batches.choose_ways = before, choose
+        large_batches._RATES[key], divide_batch.choose_ways = before, choose
         large._expected.clear()
 
 
@@ -327,8 +334,9 @@ def lane_copies(large: LargeBatches, device: torch.device) -> tuple[Callable[[],
     """Queues the copies of all experts in host memory, wave by wave; and their bytes."""
     stage, lane = large._stage(device), large_batches.lane_of(device.index or 0)
     held = large.host.executor.tensors.packed()
-    waves = waves_of(range(large.host.executor.problem.experts), stage.experts)
-    size = large_batches.expert_size(large.host.executor).bytes * large.host.executor.problem.experts
+    slots = range(large.host.executor.problem.experts)
+    waves = [slots[first : first + stage.experts] for first in range(0, len(slots), stage.experts)]
+    size = large_batches.expert_size(large.host.executor).bytes * len(slots)
 
     def copy() -> None:
         for first in range(0, len(waves), BUFFERS):
