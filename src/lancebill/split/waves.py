@@ -59,5 +59,6 @@ def waves_of(slots: Sequence[int], most: int, costs: WaveCosts, first: Sequence[
         ends.insert(0, size)
         left -= size
     some = [left % most] if left % most else []
-    edges = accumulate([*some, *[most] * (left // most), *ends], initial=0)
+    # Whole ones first: their copies last while the host asks the CPU for its part.
+    edges = accumulate([*[most] * (left // most), *some, *ends], initial=0)
     return [*([first] if first else []), *(rest[start:end] for start, end in pairwise(edges))]
