@@ -76,6 +76,28 @@ def test_kernels_have_a_ring_of_this_size() -> None:
         assert made == 3 * dict(source.constants)["STAGES"] + 1
 
 
+@pytest.mark.parametrize("together", [1, 16])
+@pytest.mark.parametrize("entries", [1, 15, 16, 17, 40])
+def test_every_unit_of_every_entry_is_one_tile(together: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = pytest.importorskip("lancebill.backends.hopper.kernels.gemm")
+    monkeypatch.setattr(gemm.gl, "minimum", min)
+    units = 3
+    places = [gemm.place_of.fn(index, units, entries * units, together) for index in range(entries * units)]
+    assert sorted(places) == list(product(range(entries), range(units)))
+    first = [(entry, 0) for entry in range(min(entries, 16))]
+    assert places[:units] == [(0, 0), (0, 1), (0, 2)] if together == 1 else places[: len(first)] == first
+
+
+def test_tiles_of_matrices_larger_than_the_cache_are_computed_together() -> None:
+    """Full tiles, if experts have several of them."""
+    large = layer_problem("mxfp4", "fp8", hidden=4096, intermediate=14336, experts=8, top_k=2)
+    gemm = make_plan(large, 8192).first_gemm
+    assert [(tile.sizes[0], tile.together) for tile in gemm.tiles] == [(128, 16), (96, 1), (80, 1), (144, 16)]
+    fits = layer_problem("mxfp4", "fp8", hidden=4096, intermediate=8192, experts=8, top_k=2)
+    for plan in (make_plan(large, 256), make_plan(fits, 8192)):
+        assert {tile.together for tile in plan.first_gemm.tiles} == {1}
+
+
 def explore(stages: int, blocks: int, ring: int, *, at_once: bool) -> list[str]:
     """All errors over every interleaving of both sides."""
     producing, consuming = producer(blocks), consumer(blocks, at_once=at_once)

@@ -15,6 +15,7 @@ class Tile:
     blocks: int  # resident per SM
     registers: int
     units: int = 1
+    together: int = 1  # entries of the tile list that take turns at every unit
     row_slices: int = 0  # slices of the quantised row in shared memory, when decoding with fp8
 
     @property

@@ -32,8 +32,8 @@ def grouped_gemm(
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "SIZES": packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units,
-        "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch,
-        "PROMOTE": promote,
+        "TOGETHER": tile.together, "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend,
+        "PREFETCH": prefetch, "PROMOTE": promote,
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))

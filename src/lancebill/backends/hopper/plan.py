@@ -76,7 +76,10 @@ def _grouped_gemm(
     expected = round(gemm.units * max(activated_experts(problem, slots), slots / rule.full_tile))
     many = plan.work == SINGLE  # measured for experts only
     tiles = tuple(tune.tile(gemm.form, sizes, gated, paired, None if many else expected) for sizes in launches)
-    return replace(gemm, tiles=tiles, promote=tune.promotes(gemm.form))
+    largest = max(layout.bytes(shape) for shape in problem.matrices.values())
+    together = 1 if many else tune.together(largest, slots / problem.experts / rule.full_tile)
+    full = (replace(tile, together=together) if max(tile.sizes) >= rule.full_tile else tile for tile in tiles)
+    return replace(gemm, tiles=tuple(full), promote=tune.promotes(gemm.form))
 
 
 def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:

@@ -54,13 +54,28 @@ def let_successor_start():
 
 
 @gluon.jit
-def tile_at(tiles, index, units):
-    """Tile index to (expert, unit, first row, rows, size of the tile).
+def place_of(index, units, count, TOGETHER: gl.constexpr):
+    """Which entry of the tile list, and which unit, the tile `index` of `count` is.
 
-    Consecutive tiles share an expert, so its weights stay in L2.
+    Entries of an expert follow each other. One after the other, all units of each, its weights are read from L2 from
+    the second entry on, unless they do not fit. Then TOGETHER entries take turns at every unit, so that each unit is
+    read from memory once for all of them.
     """
-    record = tiles + index // units * 4
-    return gl.load(record), index % units, gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+    if TOGETHER == 1:
+        return index // units, index % units
+    else:
+        first = index // (TOGETHER * units) * TOGETHER
+        at = index - first * units
+        entries = gl.minimum(count // units - first, TOGETHER)
+        return first + at % entries, at // entries
+
+
+@gluon.jit
+def tile_at(tiles, index, units, count, TOGETHER: gl.constexpr):
+    """Tile index to (expert, unit, first row, rows, size of the tile)."""
+    entry, unit = place_of(index, units, count, TOGETHER)
+    record = tiles + entry * 4
+    return gl.load(record), unit, gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
 
 
 @gluon.constexpr_function
@@ -136,7 +151,7 @@ def load_tile(x_desc, w_desc, s_desc, ring, step, ahead, e, group, row, units, s
 
 @gluon.jit
 def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles, next_ready, units, slices,
-             scale_blocks, config: gl.constexpr, SIZES: gl.constexpr, DEPEND: gl.constexpr,
+             scale_blocks, config: gl.constexpr, SIZES: gl.constexpr, TOGETHER: gl.constexpr, DEPEND: gl.constexpr,
              PREFETCH: gl.constexpr):  # fmt: skip
     """The producer warp: loads weights and token rows of every tile with TMA.
 
@@ -153,7 +168,7 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles,
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < count:
-            e, group, _, _, size = tile_at(tiles, gl.program_id(0), groups)
+            e, group, _, _, size = tile_at(tiles, gl.program_id(0), groups, count, TOGETHER)
             for i in gl.static_range(size_count(SIZES)):
                 if size_count(SIZES) == 1 or size == size_of(SIZES, i):
                     ahead = prefetch_weights(w_desc, s_desc, ring, e, group, units, slices, scale_blocks,
@@ -162,7 +177,7 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles,
     step = 0
     index = gl.program_id(0)
     while index < count:
-        e, group, row, _, size = tile_at(tiles, index, groups)
+        e, group, row, _, size = tile_at(tiles, index, groups, count, TOGETHER)
         for i in gl.static_range(size_count(SIZES)):
             if size_count(SIZES) == 1 or size == size_of(SIZES, i):
                 step = load_tile(x_desc, w_desc, s_desc, ring, step, ahead, e, group, row, units, slices, scale_blocks,
@@ -211,7 +226,7 @@ def compute_tile(out, slots, factors, bias, token_scales, ring, staging, step, e
 @gluon.jit
 def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, ring, staging, next_tiles, next_ready, units,
              slices, columns, limit, alpha, beta, config: gl.constexpr, epilogue: gl.constexpr, SIZES: gl.constexpr,
-             DEPEND: gl.constexpr):  # fmt: skip
+             TOGETHER: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
     """The consumer warpgroup: GEMM and epilogue of every tile."""
     if DEPEND == 1:
         wait_for_predecessor()
@@ -223,7 +238,7 @@ def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, ring, s
     step = 0
     index = gl.program_id(0)
     while index < count:
-        e, group, row, rows, size = tile_at(tiles, index, groups)
+        e, group, row, rows, size = tile_at(tiles, index, groups, count, TOGETHER)
         for i in gl.static_range(size_count(SIZES)):
             if size_count(SIZES) == 1 or size == size_of(SIZES, i):
                 step = compute_tile(out, slots, factors, bias, token_scales, ring, staging, step, e, group, row, rows,
@@ -239,8 +254,8 @@ def grouped_gemm(
     x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices,
     scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
     ACT: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, DEPEND: gl.constexpr,
-    PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+    UNITS: gl.constexpr, TOGETHER: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One GEMM of the layer over one tile list, with tiles of these sizes (a byte each).
 
@@ -279,7 +294,7 @@ def grouped_gemm(
     ring = Ring(xb, wb, sb, empty, full)
     gl.warp_specialize([
         (consumer, (out, slots, factors, bias, token_scales, tiles, tile_count, ring, staging, next_tiles, next_ready,
-                    units, slices, columns, limit, alpha, beta, config, epilogue, SIZES, DEPEND)),
+                    units, slices, columns, limit, alpha, beta, config, epilogue, SIZES, TOGETHER, DEPEND)),
         (producer, (x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles, next_ready, units, slices,
-                    scale_blocks, config, SIZES, DEPEND, PREFETCH)),
+                    scale_blocks, config, SIZES, TOGETHER, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip
