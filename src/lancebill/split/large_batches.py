@@ -23,8 +23,8 @@ from lancebill.split.cpu_rows import STEP, CpuRows
 from lancebill.split.divide_batch import Division, LargeBatch, begin_batch, copy_unasked, divide_batch, host_us
 from lancebill.split.gpu_queues import SideStream
 from lancebill.split.measure_rates import measure_rates
-from lancebill.split.run_part import HostPart
-from lancebill.split.streamed import BUFFERS, Stage, add_wave
+from lancebill.split.run_part import HostPart, run_part
+from lancebill.split.streamed import BUFFERS, Stage
 from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, expected_ways, size_of
 
 FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
@@ -106,34 +106,37 @@ class LargeBatches:
             for number in range(2, BUFFERS):
                 batch.copy(division.waves, number)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
-                total = self._on_gpu(batch, division)
+                computed = self._on_gpu(batch, division)
         finally:
             if side is not None:
                 side.join()
         if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             batch = replace(batch, x=x.clone())  # the result may be written over it before it is read again
-        out.copy_(_together(total, sums, rows))
+        _add(*computed, sums, rows, out)
         if flags and _was_unusual(batch, flags):
             batch.lane.begin_batch()
             for number in range(BUFFERS):
                 batch.copy(division.waves, number)
             with repeating():
-                out.copy_(_together(self._on_gpu(batch, division), sums, rows))
+                _add(*self._on_gpu(batch, division), sums, rows, out)
         return out
 
-    def _on_gpu(self, batch: LargeBatch, division: Division) -> Tensor:
-        """The GPU's own experts and those that are copied, fp32."""
+    def _on_gpu(self, batch: LargeBatch, division: Division) -> tuple[Tensor, Tensor]:
+        """The sums of the GPU's own experts and those that are copied, fp32; and apart, those of the last wave."""
         x, waves = batch.x, division.waves
         batch.pack(waves, 0)  # at once, so that its buffer can be filled again
         if self.own.problem.experts:
             total = self.own.run(x, batch.dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
         else:
             total = torch.zeros_like(x, dtype=torch.float32)
-        for number, wave_map in enumerate(wave_maps(division.copied, len(waves), batch.stage.experts)):
-            if number > 0:
-                batch.pack(waves, number)
-            add_wave(batch.stage, wave_map, x, batch.dispatch, total)
-        return total
+        compute = partial(run_part, batch.stage.executor, x, batch.dispatch, dtype=x.dtype)
+        maps = wave_maps(division.copied, len(waves), batch.stage.experts)
+        last = compute(maps[0])
+        for number in range(1, len(waves)):
+            total.add_(last)
+            batch.pack(waves, number)
+            last = compute(maps[number])
+        return total, last
 
     def _host_us(self, rates: Rates, device: torch.device) -> tuple[float, float]:
         """Of a batch that is routed to all experts alike."""
@@ -179,11 +182,13 @@ def _was_unusual(batch: LargeBatch, flags: list[Tensor]) -> bool:
         return bool(batch.room.fetch(any_set(flags).int()))
 
 
-def _together(total: Tensor, sums: Tensor | None, rows: CpuRows | None) -> Tensor:
+def _add(total: Tensor, last: Tensor, sums: Tensor | None, rows: CpuRows | None, out: Tensor) -> None:
     """The GPU's sums and those of the CPU, which has all rows or some."""
     if sums is None:
-        return total
-    return total.add_(sums) if rows is None else rows.add_to(total, sums)
+        torch.add(total, last, out=out)
+        return
+    total.add_(last)
+    out.copy_(total.add_(sums) if rows is None else rows.add_to(total, sums))
 
 
 def expert_size(host: Executor) -> ExpertSize:

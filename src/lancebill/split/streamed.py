@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Executor, TensorTable
-from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Problem
 from lancebill.split.recorded import Recorded, record
 from lancebill.split.repack import repack, rows_of
-from lancebill.split.run_part import run_part
 from lancebill.split.waves import wave_sizes
 
 WAVE_BYTES = 96 << 20  # of experts that are copied, packed and computed together
@@ -148,11 +146,6 @@ def pack_wave(
     stage.pack_wave(buffer, len(waves[number]))
     lane.release(buffer)
     copy_wave(stage, lane, held, waves, number + BUFFERS)
-
-
-def add_wave(stage: Stage, wave_map: Tensor, x: Tensor, dispatch: Indexed, total: Tensor) -> None:
-    """Add the results of the experts that are packed to `total` (fp32). The map is one of `wave_maps`."""
-    total.add_(run_part(stage.executor, x, dispatch, wave_map, x.dtype))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

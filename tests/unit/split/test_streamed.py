@@ -32,7 +32,8 @@ from lancebill.split.cpu_rows import expected_rows, padded, take_rows
 from lancebill.split.divide_batch import copy_unasked
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
-from lancebill.split.streamed import BUFFERS, Stage, add_wave, copy_wave, first_wave, pack_wave
+from lancebill.split.run_part import run_part
+from lancebill.split.streamed import BUFFERS, Stage, copy_wave, first_wave, pack_wave
 from lancebill.split.waves import WaveCosts, waves_of
 from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, _Batch, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
@@ -116,7 +117,7 @@ def test_copied_experts_give_what_the_cpu_gives(
         copy_wave(stage, lane, held, waves, number)
     for number, wave_map in enumerate(wave_maps(numbers, len(waves), stage.experts)):
         pack_wave(stage, lane, held, waves, number)
-        add_wave(stage, wave_map, x, Indexed(ids, weights.float()), total)
+        total.add_(run_part(stage.executor, x, Indexed(ids, weights.float()), wave_map, x.dtype))
     assert lane.copied == len(slots) * each, "only experts with tokens, each once"
     want = host.compute(x, ids, weights, torch.empty_like(x))
     assert torch.allclose(total, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
