@@ -121,6 +121,17 @@ def test_worst_row_against_the_reference(spec: str, activations: str, tokens: in
         assert error <= bound(layer_work, level, activations), f"{level}: {error:.1e}"
 
 
+@pytest.mark.parametrize("tokens", [150, 1200])
+@pytest.mark.parametrize("spec", ["mxfp4", "int8", BYTES])
+def test_many_rows_of_an_expert(spec: str, tokens: int) -> None:
+    """In tiles: several passes with the same weights, and then more rows than stay in the cache."""
+    layer_work = work(spec, "bf16", tokens)
+    want = layer_work.reference()
+    for level in LEVELS:
+        error = worst_row(layer_work.run(Cpu(level)), want)
+        assert error <= bound(layer_work, level, "bf16"), f"{level}: {error:.1e}"
+
+
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_threads_do_not_change_bits(level: IsaLevel) -> None:
     before = torch.get_num_threads()

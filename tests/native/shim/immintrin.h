@@ -42,6 +42,7 @@ inline simde__m256i _mm256_dpbusd_avx_epi32(simde__m256i sum, simde__m256i a, si
 #define __AVX512FP16__ 1
 using Half = __fp16;
 using __m512h = simde__m512i;
+using __mmask16 = std::uint16_t;
 using __mmask64 = std::uint64_t;
 #define _MM_FROUND_TO_NEAREST_INT 0
 #define _MM_FROUND_NO_EXC 8
@@ -70,6 +71,18 @@ inline simde__m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* p) {
   simde__m512i result;
   std::memcpy(&result, bytes, sizeof result);
   return result;
+}
+inline simde__m512i _mm512_maskz_loadu_epi32(__mmask16 mask, const void* p) {
+  std::uint64_t bytes = 0;
+  for (int i = 0; i < 16; i++)
+    if (mask >> i & 1) bytes |= std::uint64_t{15} << 4 * i;
+  return _mm512_maskz_loadu_epi8(bytes, p);
+}
+inline int _mm512_reduce_max_epi32(simde__m512i a) {
+  int numbers[16], top = INT32_MIN;
+  std::memcpy(numbers, &a, sizeof numbers);
+  for (int number : numbers) top = number > top ? number : top;
+  return top;
 }
 inline float _mm512_reduce_max_ps(simde__m512 a) {
   float numbers[16], top = -INFINITY;

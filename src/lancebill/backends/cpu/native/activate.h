@@ -33,45 +33,52 @@ inline float gelu_tanh(float x) {  // 1 + tanh(z) = 2 sigmoid(2z)
   return x * sigmoid(2 * 0.797884561f * (x + 0.044715f * x * x * x));
 }
 
-template <class Function>
-LANCEBILL_INLINE void for_each_row(float* __restrict out, Function function) {
-  for (int i = 0; i < kRows; i++) out[i] = function(i);
-}
-
-// out = function(gate) * up; without a gate, out = function(gate).
-inline void activate(const lancebill_layer& layer, const float* __restrict gate, const float* __restrict up,
-                     float* __restrict out) {
+// use(function) with the layer's function of a gate and an up value; without a gate it ignores the second.
+template <class Use>
+LANCEBILL_INLINE void with_activation(const lancebill_layer& layer, const Use& use) {
   const float limit = layer.limit > 0 ? layer.limit : __builtin_inff(), alpha = layer.alpha, beta = layer.beta;
   switch (layer.activation) {
     case LANCEBILL_SILU:
-      return for_each_row(out, [=](int i) { return silu(clamp_high(gate[i], limit)) * clamp_both(up[i], limit); });
+      return use([=](float gate, float up) { return silu(clamp_high(gate, limit)) * clamp_both(up, limit); });
     case LANCEBILL_GELU:
-      return for_each_row(out, [=](int i) { return gelu(gate[i]) * up[i]; });
+      return use([=](float gate, float up) { return gelu(gate) * up; });
     case LANCEBILL_GELU_TANH:
-      return for_each_row(out, [=](int i) { return gelu_tanh(gate[i]) * up[i]; });
+      return use([=](float gate, float up) { return gelu_tanh(gate) * up; });
     case LANCEBILL_SWIGLUOAI:
-      return for_each_row(out, [=](int i) {
-        const float g = clamp_high(gate[i], limit);
-        return g * sigmoid(g * alpha) * (clamp_both(up[i], limit) + beta);
+      return use([=](float gate, float up) {
+        const float g = clamp_high(gate, limit);
+        return g * sigmoid(g * alpha) * (clamp_both(up, limit) + beta);
       });
     case LANCEBILL_SWIGLUSTEP:
-      return for_each_row(out, [=](int i) { return clamp_high(silu(gate[i]), limit) * clamp_both(up[i], limit); });
+      return use([=](float gate, float up) { return clamp_high(silu(gate), limit) * clamp_both(up, limit); });
     case LANCEBILL_SITU:
-      return for_each_row(out, [=](int i) {
-        const float squashed = layer.limit > 0 ? limit * __builtin_tanhf(up[i] / limit) : up[i];
-        return beta * __builtin_tanhf(gate[i] / beta) * sigmoid(gate[i]) * squashed;
+      return use([=](float gate, float up) {
+        const float squashed = layer.limit > 0 ? limit * __builtin_tanhf(up / limit) : up;
+        return beta * __builtin_tanhf(gate / beta) * sigmoid(gate) * squashed;
       });
     case LANCEBILL_RELU2_NO_MUL:
-      return for_each_row(out, [=](int i) { return gate[i] < 0 ? 0 : gate[i] * gate[i]; });
+      return use([=](float gate, float) { return gate < 0 ? 0 : gate * gate; });
     case LANCEBILL_SILU_NO_MUL:
-      return for_each_row(out, [=](int i) { return silu(gate[i]); });
+      return use([=](float gate, float) { return silu(gate); });
     case LANCEBILL_GELU_NO_MUL:
-      return for_each_row(out, [=](int i) { return gelu(gate[i]); });
+      return use([=](float gate, float) { return gelu(gate); });
     case LANCEBILL_GELU_TANH_NO_MUL:
-      return for_each_row(out, [=](int i) { return gelu_tanh(gate[i]); });
+      return use([=](float gate, float) { return gelu_tanh(gate); });
     default:
       __builtin_trap();  // `plan` rejects all others
   }
+}
+
+// Sixteen values.
+template <class Function>
+LANCEBILL_INLINE void apply(const Function& function, const float* __restrict gate, const float* __restrict up,
+                            float* __restrict out) {
+  for (int i = 0; i < kRows; i++) out[i] = function(gate[i], up[i]);
+}
+
+inline void activate(const lancebill_layer& layer, const float* __restrict gate, const float* __restrict up,
+                     float* __restrict out) {
+  with_activation(layer, [=](auto function) __attribute__((always_inline)) { apply(function, gate, up, out); });
 }
 
 }  // namespace

@@ -43,8 +43,7 @@ inline int64_t operand_bytes(const Packed& p) {
   return round_up(numbers + p.groups * static_cast<int64_t>(floats ? sizeof(float) : sizeof(InputGroup)), kUnit);
 }
 
-// One cache line more than the row: rows a multiple of 4 KB apart would map to the same cache sets.
-inline int64_t tile_operand_bytes(const Packed& p) { return 2 * p.columns + kUnit; }
+inline int64_t tile_operand_bytes(const Packed& p) { return 2 * p.columns; }
 
 // Row buffers of one thread.
 struct RowBuffers {
@@ -261,13 +260,15 @@ inline void rotate(float* values, int64_t columns, int64_t block) {
 
 // Writes row `slot` of `inputs` from the fp32 values in `rows.values`. `V`: the level's vectors, see kernel.h.
 template <class V>
-void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs, int64_t slot) {
+void write_input(const Packed& p, int64_t expert, TileRow tile, RowBuffers rows, const Inputs& inputs, int64_t slot) {
   const lancebill_matrix& m = *p.matrix;
+  const bool tiles = tile.start != nullptr;
   if (m.pre_scale != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
   }
   if (m.rotation != 0) rotate(rows.values, m.columns, m.rotation);
-  const int64_t block = represent(p, expert, rows.values, rows.scales);
+  const bool rounds_later = tiles && m.input == LANCEBILL_INPUT_BF16;  // see write_tile_row
+  const int64_t block = rounds_later ? 0 : represent(p, expert, rows.values, rows.scales);
   // Codes and scales stay separate only while each group has one scale.
   const bool one_scale = m.perm == nullptr || block == p.columns;
   const bool as_codes = block != 0 && (tiles || (m.codes != LANCEBILL_FLOAT8 && one_scale));
@@ -278,11 +279,11 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
     rows.values = rows.spare;
     rows.spare = swapped;
   }
-  fill(rows.values + m.columns, p.columns - m.columns, 0);
+  if (!tiles) fill(rows.values + m.columns, p.columns - m.columns, 0);
   inputs.shared[slot] = slot;
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
-    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.own_record(slot));
+    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, tile);
   } else if (m.codes == LANCEBILL_FLOAT8) {
     write_floats(p, rows.values, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_INT8) {

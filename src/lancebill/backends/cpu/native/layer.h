@@ -50,8 +50,26 @@ struct ToHidden {
     const int64_t per_output = call.gated ? 2 : 1;
     float* hidden = destination(slot, block);
     for (int64_t b = 0; b < blocks; b += per_output, hidden += kRows) {
-      activate(*call.layer, values + b * kRows, values + (b + 1) * kRows, hidden);
+      activate(*call.layer, values + b * kRows, values + (b + per_output - 1) * kRows, hidden);
     }
+  }
+
+  // Several slots; load(i, values) gives the results of slot + i.
+  template <int Blocks, class Load>
+  LANCEBILL_INLINE void write(int64_t slot, int64_t slots, int64_t block, const Load& load) const {
+    with_activation(*call.layer, [&](auto function) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < slots; i++) {
+        alignas(64) float values[Blocks][kRows];
+        load(i, values);
+        finish_rows(call.first, block, Blocks, values[0]);
+        float* hidden = destination(slot + i, block);
+        if (call.gated) {
+          apply(function, values[0], values[Blocks - 1], hidden);
+        } else {
+          LANCEBILL_EACH(b, Blocks) apply(function, values[b], values[b], hidden + b * kRows);
+        }
+      }
+    });
   }
 };
 
@@ -73,6 +91,15 @@ struct ToOutput {
     if (!call.by_tokens()) return store(row, column, blocks, values);
     const float weight = call.work->weight_on_input ? 1.0f : call.weight_of[slot];
     add_weighted(call.sums_of(row) + column, values, weight, blocks * kRows);
+  }
+
+  template <int Blocks, class Load>
+  LANCEBILL_INLINE void write(int64_t slot, int64_t slots, int64_t block, const Load& load) const {
+    for (int64_t i = 0; i < slots; i++) {
+      alignas(64) float values[Blocks][kRows];
+      load(i, values);
+      write(slot + i, block, Blocks, values[0]);
+    }
   }
 
   void store(int64_t row, int64_t column, int64_t blocks, const float* values) const {
@@ -157,16 +184,24 @@ inline int64_t expert_of(const Call& call, int64_t slot) {
   return low;
 }
 
+// Where tiles read the row of `slot`; nowhere if its expert does not use them.
+template <class V>
+TileRow tile_row_of(const Call& call, const Packed& p, int64_t slot, int64_t expert) {
+  const int64_t first = call.offsets[expert], rows = call.offsets[expert + 1] - first;
+  if (!takes_tiles<V>(call, p, rows)) return {};
+  return call.inputs_of(p).tile_row(first, RowTiles(rows), slot - first, p.columns);
+}
+
 // Writes one row of x as the input record of `slot`.
 template <class V>
-void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expert, bool tiles, int thread) {
+void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expert, TileRow tile, int thread) {
   const lancebill_work& work = *call.work;
   const RowBuffers rows = row_buffers(call, thread);
   load_row(work.x, work.x_type, call.row_of[slot] * work.x_stride, p.matrix->columns, rows.values);
   if (work.weight_on_input) {
     for (int64_t k = 0; k < p.matrix->columns; k++) rows.values[k] *= call.weight_of[slot];
   }
-  write_input<V>(p, expert, tiles, rows, call.inputs_of(p), slot);
+  write_input<V>(p, expert, tile, rows, call.inputs_of(p), slot);
 }
 
 // Whether a token's input record is the same for all experts.
@@ -184,16 +219,19 @@ void represent_tokens(const Call& call, const Packed& p) {
   const Inputs& inputs = call.inputs_of(p);
   parallel(work.threads, work.tokens, [&](int64_t token, int thread) {
     int64_t first_slot[2] = {-1, -1};
-    for (int64_t i = token * work.top_k; i < (token + 1) * work.top_k; i++) {
-      const int64_t slot = call.slot_of[i];
+    TileRow first_tile = {};
+    for (int64_t choice = 0; choice < work.top_k; choice++) {
+      const int64_t slot = call.slot_of[token * work.top_k + choice];
       if (slot < 0) continue;
-      const int64_t expert = local_expert(call, i);
-      const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
+      const int64_t expert = local_expert(call, token, choice);
+      const TileRow tile = tile_row_of<V>(call, p, slot, expert);
+      const bool tiles = tile.start != nullptr;
       if (first_slot[tiles] < 0) {
-        represent_row<V>(call, p, slot, expert, tiles, thread);
+        represent_row<V>(call, p, slot, expert, tile, thread);
         first_slot[tiles] = slot;
+        if (tiles) first_tile = tile;
       } else if (tiles) {
-        std::memcpy(inputs.own_record(slot), inputs.own_record(first_slot[tiles]), tile_operand_bytes(p));
+        if constexpr (V::tiles) V::copy_tile_row(p, first_tile, tile);
         inputs.factors[slot] = inputs.factors[first_slot[tiles]];
       } else {
         inputs.shared[slot] = first_slot[tiles];
@@ -210,14 +248,19 @@ void represent_inputs(const Call& call, const Packed& p) {
   parallel(call.work->threads, (slots + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
     for (int64_t slot = task * kRowsPerTask; slot < min_of((task + 1) * kRowsPerTask, slots); slot++) {
       const int64_t expert = expert_of(call, slot);
-      const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
+      const TileRow tile = tile_row_of<V>(call, p, slot, expert);
       if (from_x) {
-        represent_row<V>(call, p, slot, expert, tiles, thread);
+        represent_row<V>(call, p, slot, expert, tile, thread);
         continue;
       }
-      const RowBuffers rows = row_buffers(call, thread);
-      std::memcpy(rows.values, call.hidden + slot * call.hidden_stride(), sizeof(float) * p.matrix->columns);
-      write_input<V>(p, expert, tiles, rows, call.inputs_of(p), slot);
+      RowBuffers rows = row_buffers(call, thread);
+      float* hidden = call.hidden + slot * call.hidden_stride();
+      if (tile.start != nullptr) {
+        rows.values = hidden;  // may change: nothing reads it afterwards
+      } else {
+        std::memcpy(rows.values, hidden, sizeof(float) * p.matrix->columns);
+      }
+      write_input<V>(p, expert, tile, rows, call.inputs_of(p), slot);
     }
   });
 }
@@ -251,10 +294,12 @@ template <class V>
 void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
-  const int64_t tasks = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread;
-  const int64_t task_blocks = blocks_per_task(call, p, p.blocks / (tasks * work.threads)), logical = p.matrix->rows;
-  parallel(work.threads, (p.blocks + task_blocks - 1) / task_blocks, [&](int64_t task, int thread) {
-    const int64_t low = task * task_blocks, high = min_of(low + task_blocks, int64_t{p.blocks});
+  const int64_t each = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread, logical = p.matrix->rows;
+  const int64_t unit = V::tiles ? 2 : kBlocks, units = (p.blocks + unit - 1) / unit;
+  const int64_t tasks = work.threads == 1 ? 1 : min_of(units, each * work.threads);
+  parallel(work.threads, tasks, [&](int64_t task, int thread) {
+    const int64_t low = units * task / tasks * unit;
+    const int64_t high = min_of(units * (task + 1) / tasks * unit, int64_t{p.blocks});
     const int64_t column = low * kRows, width = (high - low) * kRows;
     for (int64_t row = 0; row < call.summed_rows; row++) fill(call.sums_of(row) + column, width, 0);
     for (int32_t i = 0; i < call.actives; i++) {

@@ -110,8 +110,8 @@ bool fits_sums(const Call& call) {
 void lay_out_inputs(ScratchAllocator& allocator, const Call& call, const Packed& packed, Inputs& inputs) {
   const bool tiles = call.tile_rows > 0 && fits_tiles(packed);
   inputs.stride = max_of(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
-  const int64_t spare = tiles ? kRows - 1 : 0;  // the last tile is read in full
-  allocator.allocate(inputs.records, (call.slots + spare) * inputs.stride);
+  const int64_t spare = tiles ? kTileRows * kUnit : 0;  // the last tile is read in full
+  allocator.allocate(inputs.records, call.slots * inputs.stride + spare);
   allocator.allocate(inputs.shared, call.slots);
   allocator.allocate(inputs.factors, call.slots);
 }
@@ -177,23 +177,22 @@ int64_t lay_out(Call& call, uint8_t* memory) {
   allocator.allocate(call.sums, call.summed_rows * call.last.rows);
   if (memory != nullptr && fits_sums(call)) call.sums = static_cast<float*>(call.work->out);
   call.row_floats = max_of(call.first.columns, call.last.columns);
-  const int64_t expanded = call.tile_rows > 0 ? 2 * kRows * 2 * call.row_floats : 0;  // two row blocks in bf16
+  const int64_t expanded = call.tile_rows > 0 ? 2 * 2 * kRows * 2 * call.row_floats : 0;  // two pairs of row blocks
   call.per_thread_bytes = round_up(3 * 4 * call.row_floats + expanded, 4096);         // no page is shared by threads
   allocator.allocate(call.per_thread, call.per_thread_bytes * call.work->threads);
   return allocator.used();
 }
 
-static float routing_weight(const lancebill_work& work, int64_t slot) {
+static float routing_weight(const lancebill_work& work, int64_t token, int64_t choice) {
   if (work.weights == nullptr) return 1;
   float weight;
-  const int64_t at = slot / work.top_k * work.weight_row + slot % work.top_k * work.weight_column;
-  load_row(work.weights, work.weight_type, at, 1, &weight);
+  load_row(work.weights, work.weight_type, token * work.weight_row + choice * work.weight_column, 1, &weight);
   return weight;
 }
 
-int32_t local_expert(const Call& call, int64_t slot) {
+int32_t local_expert(const Call& call, int64_t token, int64_t choice) {
   const lancebill_work& work = *call.work;
-  const int32_t* at = work.ids + slot / work.top_k * work.id_row + slot % work.top_k * work.id_column;
+  const int32_t* at = work.ids + token * work.id_row + choice * work.id_column;
   int64_t id = *at;
   if (work.id_words == 2) std::memcpy(&id, at, sizeof id);
   if (work.expert_map != nullptr) id = id >= 0 && id < work.mapped ? work.expert_map[id] : -1;
@@ -211,20 +210,24 @@ int32_t sort_slots(Call& call) {
       call.weight_of[s] = 1;
     }
   } else {
-    for (int64_t i = 0; i < call.slots; i++) {
-      const int32_t expert = local_expert(call, i);
-      if (expert >= 0) call.offsets[expert]++;
+    for (int64_t token = 0; token < work.tokens; token++) {
+      for (int64_t choice = 0; choice < work.top_k; choice++) {
+        const int32_t expert = local_expert(call, token, choice);
+        if (expert >= 0) call.offsets[expert]++;
+      }
     }
     int64_t end = 0;  // turn counts into ends; filling each expert backwards from its end keeps the order of ids
     for (int32_t e = 0; e < experts; e++) call.offsets[e] = end += call.offsets[e];
     call.offsets[experts] = end;
-    for (int64_t i = call.slots; i-- > 0;) {
-      call.slot_of[i] = -1;
-      const int32_t expert = local_expert(call, i);
-      if (expert < 0) continue;
-      const int64_t s = call.slot_of[i] = --call.offsets[expert];
-      call.row_of[s] = i / work.top_k;
-      call.weight_of[s] = routing_weight(work, i);
+    for (int64_t token = work.tokens; token-- > 0;) {
+      for (int64_t choice = work.top_k; choice-- > 0;) {
+        const int32_t expert = local_expert(call, token, choice);
+        const int64_t s = expert < 0 ? -1 : --call.offsets[expert];
+        call.slot_of[token * work.top_k + choice] = s;
+        if (s < 0) continue;
+        call.row_of[s] = token;
+        call.weight_of[s] = routing_weight(work, token, choice);
+      }
     }
   }
   call.actives = 0;

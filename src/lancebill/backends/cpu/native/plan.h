@@ -12,6 +12,7 @@ namespace lancebill {
 constexpr int kRows = 16;         // rows of a row block
 constexpr int kUnit = 64;         // bytes of codes that are decoded together: one cache line
 constexpr int kUnitColumns = 4;   // columns of a unit, for the rows of one block, or of two as nibbles
+constexpr int kTileRows = 16;     // lines of a tile
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
 constexpr int kTileRowsByDefault = 6;  // input rows from which tiles are faster
 
@@ -21,7 +22,8 @@ constexpr int kTileRowsByDefault = 6;  // input rows from which tiles are faster
 // less.
 constexpr int64_t kFarBytes = 3072, kNearBytes = 1536;
 
-inline void prefetch_line(const uint8_t* far, const uint8_t* near) {
+// Always inlined: GCC takes a function that only prefetches for one without effect, and removes calls of it.
+inline __attribute__((always_inline)) void prefetch_line(const uint8_t* far, const uint8_t* near) {
   __builtin_prefetch(far, 0, 2);
   __builtin_prefetch(near, 0, 3);
 }
@@ -55,8 +57,24 @@ struct Packed {
   }
 };
 
-// The input rows of a GEMM: each sorted slot has a record of `stride` bytes. Tiles need the records of an expert to be
-// contiguous. The other kernels do not, so slots with equal inputs share one record, that of slot `shared[slot]`.
+// The rows of an expert as tiles: divided evenly, because a product takes as long as its tile has lines. Only the last
+// tile has fewer.
+struct RowTiles {
+  int64_t rows, count, lines;
+  explicit RowTiles(int64_t rows)
+      : rows(rows), count((rows + kTileRows - 1) / kTileRows), lines((rows + count - 1) / count) {}
+  int64_t rows_of(int64_t tile) const { return tile + 1 < count ? lines : rows - tile * lines; }
+};
+
+// One row in tiles: kUnit bytes, then those of the next kTileColumns columns `step` bytes later.
+struct TileRow {
+  uint8_t* start;
+  int64_t step;
+};
+
+// The input rows of a GEMM: each sorted slot has a record of `stride` bytes. The tiles of an expert take the place of
+// its records: its columns one after the other, each with the lines of all its rows. The other kernels read records, so
+// slots with equal inputs share one, that of slot `shared[slot]`.
 struct Inputs {
   uint8_t* records = nullptr;
   int64_t* shared = nullptr;
@@ -64,6 +82,15 @@ struct Inputs {
   int64_t stride = 0;
   uint8_t* own_record(int64_t slot) const { return records + slot * stride; }
   const uint8_t* record(int64_t slot) const { return own_record(shared[slot]); }
+
+  // A tile of the expert whose first slot is `slot`.
+  TileRow tile(int64_t slot, const RowTiles& tiles, int64_t tile, int64_t columns) const {
+    return {own_record(slot) + tile * tiles.lines * columns * 2, tiles.rows_of(tile) * kUnit};
+  }
+  TileRow tile_row(int64_t slot, const RowTiles& tiles, int64_t row, int64_t columns) const {
+    const TileRow first = tile(slot, tiles, row / tiles.lines, columns);
+    return {first.start + row % tiles.lines * kUnit, first.step};
+  }
 };
 
 struct Call {
@@ -104,8 +131,8 @@ int32_t plan(const lancebill_layer* layer, const lancebill_work* work, bool tile
 // Assigns scratch memory from `memory`; with nullptr only measures. Returns the bytes needed.
 int64_t lay_out(Call& call, uint8_t* memory);
 
-// The local expert of token `slot / top_k`'s choice `slot % top_k`; -1: none.
-int32_t local_expert(const Call& call, int64_t slot);
+// The local expert of a token's choice; -1: none.
+int32_t local_expert(const Call& call, int64_t token, int64_t choice);
 
 // Sorts slots by expert: fills offsets, active experts, rows and weights. Returns a status.
 int32_t sort_slots(Call& call);

@@ -85,7 +85,7 @@ class PrefetchCursor {
     return address == end_ ? s_.next_codes : address;
   }
 
-  const Streams& s_;
+  Streams s_;
   int64_t strip_bytes_, piece_;
   const uint8_t* end_;
 };

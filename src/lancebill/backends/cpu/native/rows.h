@@ -195,8 +195,11 @@ LANCEBILL_INLINE void attend_heads(const float* q, const typename Stored::Number
     for (int h = 0; h < Q; h++) {
       float top = largest[h];
       for (int64_t t = 0; t < count; t++) top = max_of(top, scores[h][t] *= scale);
-      for (int64_t t = count; t < kPiece; t++) scores[h][t] = top - 87;  // no token: next to nothing, and not summed
-      for (int64_t t = 0; t < kPiece; t++) scores[h][t] = exponential(scores[h][t] - top);
+      const int64_t whole = round_up(count, kLanes);                    // in vectors
+      for (int64_t t = count; t < whole; t++) scores[h][t] = top - 87;  // no token: next to nothing, and not summed
+      for (int64_t t = 0; t < whole; t += kLanes) {
+        for (int i = 0; i < kLanes; i++) scores[h][t + i] = exponential(scores[h][t + i] - top);
+      }
       before[h] = start == first ? 0 : exponential(largest[h] - top);
       total[h] *= before[h];
       for (int64_t t = 0; t < count; t++) total[h] += scores[h][t];

@@ -53,7 +53,7 @@ LANCEBILL_INLINE void transpose(const void* from, void* to) {
 void write_dense_inputs(const float* x, int64_t x_stride, int64_t rows, int64_t columns, const DenseInputs& block) {
   float scales[kTileRows];
   for (int64_t r = 0; r < rows; r++) {
-    scales[r] = tile_row_scale(x + r * x_stride, columns, 1);
+    scales[r] = tile_row_scale(largest(x + r * x_stride, columns), 1);
     block.factors[r] = 1 / scales[r];
   }
   uint16_t* tiles = block.numbers;

@@ -14,119 +14,167 @@ namespace {
 
 constexpr int kTileBytes = 1024, kPair = 2;
 constexpr int kTileHalves = kTileBytes / 2;
-constexpr int kPassRows = 3 * kTileRows;  // input rows per pass: six of the eight tile registers are accumulators
-constexpr int64_t kRing = 4;              // pairs of weight tiles kept when there is only one pass
 
-// Expands two row blocks to tiles, one tile of each at a time.
+// How codes become numbers. 4-bit codes are nibbles of bytes that two blocks share; there are always two of them.
+enum class TileCodes { kFp16, kFp16WithZeros, kFp16Byte, kTable, kByte, kFloat8 };
+
+template <TileCodes Codes>
+struct CodesOf {
+  static constexpr TileCodes value = Codes;
+};
+
+// use(codes) with the kind of this matrix.
+template <class Use>
+LANCEBILL_INLINE void with_codes(const Packed& p, const Use& use) {
+  const lancebill_matrix& m = *p.matrix;
+#ifdef __AVX512FP16__
+  if (expands_in_fp16(p)) {
+    if (m.codes == LANCEBILL_BYTE) return use(CodesOf<TileCodes::kFp16Byte>());
+    return m.zero == LANCEBILL_ZERO_U8 ? use(CodesOf<TileCodes::kFp16WithZeros>()) : use(CodesOf<TileCodes::kFp16>());
+  }
+#endif
+  if (m.codes == LANCEBILL_BYTE) return use(CodesOf<TileCodes::kByte>());
+  if (m.codes == LANCEBILL_FLOAT8) return use(CodesOf<TileCodes::kFloat8>());
+  use(CodesOf<TileCodes::kTable>());
+}
+
+// What expanding takes from the matrix; the same for all its row blocks.
+struct Codebook {
+  const Packed& p;
+  Avx512::Minifloat minifloat;
+#ifdef __AVX512FP16__
+  Fp16Table fp16;
+  explicit Codebook(const Packed& p) : p(p), minifloat(p), fp16(p) {}
+#else
+  explicit Codebook(const Packed& p) : p(p), minifloat(p) {}
+#endif
+};
+
+// Expands two row blocks to tiles, from the first column to the last.
+template <TileCodes Codes>
 class Expander {
  public:
   // Tile k is stored at index k & `mask`. `alone`: there is only one block, which is then used as both.
-  Expander(const Packed& p, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
-      : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask),
-        prefetch_(p, s, kTileColumns * kRows), minifloat_(p)
+  Expander(const Codebook& book, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
+      : p_(&book.p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask),
+        prefetch_(book.p, s, kTileColumns * kRows), point_(prefetch_.at(0)), minifloat_(book.minifloat)
 #ifdef __AVX512FP16__
         ,
-        fp16_blocks_{Fp16Block(p, s.scales), Fp16Block(p, s.scales + second_ * p.scale_block)}
+        fp16_blocks_{Fp16Block(book.p, book.fp16, s.scales),
+                     Fp16Block(book.p, book.fp16, s.scales + second_ * book.p.scale_block)}
 #endif
   {
   }
 
   uint16_t* tile(int64_t k, int block) const { return buffer_ + ((k & mask_) * kPair + block) * kTileHalves; }
 
-  // Applies the correction factors to the sixteen sums of one block and one input row.
-  LANCEBILL_INLINE void finish(int block, const float* sums, float factor, float* values) const {
-    __m512 scaled = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(factor));
+  // The factors of the sums of a block's rows.
+  __m512 correction(int block) const {
 #ifdef __AVX512FP16__
-    if (expands_in_fp16(p_)) scaled = _mm512_mul_ps(scaled, _mm512_load_ps(fp16_blocks_[block].correction()));
+    if constexpr (kInFp16) return fp16_blocks_[block].correction();
 #endif
-    (void)block;
-    _mm512_store_ps(values, scaled);
+    return (void)block, _mm512_set1_ps(1);
   }
 
-  // Expands columns 32k .. 32k + 31 of one of the two blocks.
-  LANCEBILL_INLINE void expand(int64_t k, int block) const {
-    const lancebill_matrix& m = *p_.matrix;
-    uint16_t* out = tile(k, block);
-    block *= second_;
+  // Expands the next tile of a block: of the first, then of the second.
+  template <int Block>
+  LANCEBILL_INLINE void expand() {
     constexpr int kBytes = kTileColumns * kRows;  // of codes per strip
-    const int64_t strip = block / p_.strip * p_.strip_bytes;
-    const uint8_t* codes = s_.codes + strip + k * kBytes;
-    const PrefetchPoint point = prefetch_.at(k * kBytes);
-    for (int i = block % p_.strip * kUnit; i < kBytes; i += p_.strip * kUnit) point.prefetch_both(strip + i);
-    const int columns = min_of(m.group, kTileColumns);
-#ifdef __AVX512FP16__
-    if (expands_in_fp16(p_)) return expand_fp16(k, block, codes, out);
-#endif
-    for (int first = 0; first < kTileColumns; first += columns) {
-      const Group group = group_of(k * kTileColumns + first, block);
-      if (m.codes == LANCEBILL_TABLE4) {
-        const __m512 values = _mm512_loadu_ps(p_.values);
-        for (int i = first; i < first + columns; i += kUnitColumns) {
-          table_unit(codes + i * kRows, block, values, group, out + i * kRows);
-        }
-      } else if (m.codes == LANCEBILL_BYTE) {
-        for (int i = first; i < first + columns; i += kUnitColumns) {
-          byte_unit(codes + i * kRows, group, out + i * kRows);
-        }
-      } else {
-        const Avx512::Minifloat minifloat = minifloat_;
-        for (int i = first; i < first + columns; i += 2) {
-          store(minifloat.decode(codes + i * kRows), minifloat.decode(codes + (i + 1) * kRows), group, out + i * kRows);
-        }
-      }
+    uint16_t* out = tile(next_, Block);
+    const int64_t strip = kShared ? 0 : Block * second_ * p_->strip_bytes;
+    LANCEBILL_EACH(i, kBytes / kUnit) {  // blocks that share codes prefetch every other line
+      if (!kShared || i % kPair == Block) point_.prefetch_both(strip + i * kUnit);
+    }
+    const uint8_t* codes = s_.codes + strip + next_ * kBytes;
+    const int64_t column = next_ * kTileColumns;
+    if (p_->matrix->group >= kTileColumns) {
+      columns<Block, 0, kTileColumns>(column, codes, out);
+    } else {
+      columns<Block, 0, kTileColumns / 2>(column, codes, out);
+      columns<Block, kTileColumns / 2, kTileColumns / 2>(column, codes, out);
+    }
+    if constexpr (Block == 1) {
+      next_++;
+      point_ = prefetch_.next(point_);
     }
   }
 
+  // The same, where a call costs little.
+  template <int Block>
+  __attribute__((noinline)) void expand_apart() {
+    expand<Block>();
+  }
+
  private:
+  static constexpr bool kNibblesInFp16 = Codes == TileCodes::kFp16 || Codes == TileCodes::kFp16WithZeros;
+  static constexpr bool kInFp16 = kNibblesInFp16 || Codes == TileCodes::kFp16Byte;
+  static constexpr bool kShared = kNibblesInFp16 || Codes == TileCodes::kTable;
+
   // A weight is scale * number - offset. Passed by value, like tables and `minifloat`: the compiler would reload
   // vectors in memory after every store, since the store might alias them.
   struct Group {
     __m512 scale, offset;
   };
 
+  // `Count` columns of one group, from `column + First` on.
+  template <int Block, int First, int Count>
+  LANCEBILL_INLINE void columns(int64_t column, const uint8_t* codes, uint16_t* out) const {
+    const int64_t block = kShared ? Block : Block * second_;
+    const int64_t g = (column + First) >> __builtin_ctz(static_cast<uint32_t>(p_->matrix->group));
+    const uint8_t* scales = s_.scales + block * p_->scale_block + g * p_->scale_row;
+    const uint8_t* zeros = s_.zeros + block * p_->zero_block + g * p_->zero_row;
+    if constexpr (kInFp16) {
 #ifdef __AVX512FP16__
-  LANCEBILL_INLINE void expand_fp16(int64_t k, int block, const uint8_t* codes, uint16_t* out) const {
-    const bool zeros = p_.matrix->zero == LANCEBILL_ZERO_U8;
-    if (block == 0) return zeros ? expand_fp16<true, 0>(k, codes, out) : expand_fp16<false, 0>(k, codes, out);
-    return zeros ? expand_fp16<true, 1>(k, codes, out) : expand_fp16<false, 1>(k, codes, out);
-  }
-
-  template <bool Zeros, int Block>
-  LANCEBILL_INLINE void expand_fp16(int64_t k, const uint8_t* codes, uint16_t* out) const {
-    const Fp16Block halves = fp16_blocks_[Block];
-    const auto columns = [&](int first, int count) __attribute__((always_inline)) {
-      const int64_t g = (k * kTileColumns + first) / p_.matrix->group;
-      const uint8_t* zeros = Zeros ? s_.zeros + Block * p_.zero_block + g * p_.zero_row : nullptr;
-      const Fp16Block::Group group = halves.group(s_.scales + Block * p_.scale_block + g * p_.scale_row, zeros);
+      constexpr bool kZeros = Codes == TileCodes::kFp16WithZeros;
+      const Fp16Block halves = fp16_blocks_[Block];
+      const bool with_zeros = kNibblesInFp16 ? kZeros : p_->matrix->zero == LANCEBILL_ZERO_U8;
+      const Fp16Block::Group group = halves.group(scales, with_zeros ? zeros : nullptr);
       LANCEBILL_UNROLL
-      for (int i = first; i < first + count; i += kUnitColumns) {
+      for (int i = First; i < First + Count; i += kUnitColumns) {
         const __m512i word = _mm512_loadu_si512(codes + i * kRows);
-        halves.line<Zeros, 4 * Block>(word, group, out + i * kRows);
-        halves.line<Zeros, 4 * Block + 8>(word, group, out + i * kRows + 32);
+        uint16_t* lines = out + i * kRows;
+        if constexpr (kNibblesInFp16) {
+          halves.line<kZeros, 4 * Block>(word, group, lines);
+          halves.line<kZeros, 4 * Block + 8>(word, group, lines + 32);
+        } else {
+          halves.byte_line<0>(word, group, lines);
+          halves.byte_line<8>(word, group, lines + 32);
+        }
       }
-    };
-    if (p_.matrix->group >= kTileColumns) return columns(0, kTileColumns);
-    columns(0, kTileColumns / 2);
-    columns(kTileColumns / 2, kTileColumns / 2);
-  }
 #endif
+    } else {
+      const Group group = group_of(scales, zeros);
+      const __m512 values = _mm512_loadu_ps(p_->values);
+      const Avx512::Minifloat minifloat = minifloat_;
+      for (int i = First; i < First + Count; i += kUnitColumns) {
+        const uint8_t* unit = codes + i * kRows;
+        uint16_t* lines = out + i * kRows;
+        if constexpr (Codes == TileCodes::kTable) {
+          table_unit(unit, Block, values, group, lines);
+        } else if constexpr (Codes == TileCodes::kByte) {
+          byte_unit(unit, group, lines);
+        } else {
+          store(minifloat.decode(unit), minifloat.decode(unit + kRows), group, lines);
+          store(minifloat.decode(unit + 2 * kRows), minifloat.decode(unit + 3 * kRows), group, lines + 32);
+        }
+      }
+    }
+  }
 
-  LANCEBILL_INLINE Group group_of(int64_t column, int block) const {
-    const lancebill_matrix& m = *p_.matrix;
-    const int64_t g = column / m.group;
-    const uint8_t* zeros = m.zero == LANCEBILL_ZERO_NONE ? nullptr : s_.zeros + block * p_.zero_block + g * p_.zero_row;
-    const __m512 stored = Avx512::scales(m.scale, s_.scales + block * p_.scale_block + g * p_.scale_row, 0);
-    const __m512 unit = m.codes == LANCEBILL_FLOAT8 ? minifloat_.unit : _mm512_set1_ps(p_.unit);
+  LANCEBILL_INLINE Group group_of(const uint8_t* scales, const uint8_t* zeros) const {
+    const lancebill_matrix& m = *p_->matrix;
+    const __m512 stored = Avx512::scales(m.scale, scales, 0);
+    const __m512 unit = Codes == TileCodes::kFloat8 ? minifloat_.unit : _mm512_set1_ps(p_->unit);
     const __m512 scale = _mm512_mul_ps(stored, unit);
     __m512 offset = _mm512_setzero_ps();
-    if (m.codes == LANCEBILL_BYTE) offset = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(m.center)));
+    if (Codes == TileCodes::kByte) offset = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(m.center)));
     if (m.zero == LANCEBILL_ZERO_U8) offset = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0)));
     if (m.zero == LANCEBILL_ZERO_OFFSET_F32) offset = _mm512_add_ps(offset, Avx512::floats(zeros, 0));
     return {scale, offset};
   }
 
-  // A row's four codes are nibbles of its 32-bit word. Codes 16 bits apart become a pair, so `write_tile_row` permutes
-  // the inputs of TABLE4 tiles to match. vpermps ignores all but four index bits, so no mask is needed.
+  // A row's four codes are nibbles or bytes of its 32-bit word. Codes 16 bits apart become a pair, so `write_tile_row`
+  // permutes the inputs to match. vpermps ignores all but four index bits, so no mask is needed.
   LANCEBILL_INLINE static void table_unit(const uint8_t* unit, int block, __m512 values, Group group, uint16_t* out) {
     const __m512i word = _mm512_srli_epi32(_mm512_loadu_si512(unit), 4 * block);
     store(look_up<0>(word, values), look_up<16>(word, values), group, out);
@@ -141,8 +189,8 @@ class Expander {
   LANCEBILL_INLINE static void byte_unit(const uint8_t* unit, Group group, uint16_t* out) {
     const __m512i word = _mm512_loadu_si512(unit), byte = _mm512_set1_epi32(255);
     const auto number = [&](__m512i shifted) { return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, byte)); };
-    store(number(word), number(_mm512_srli_epi32(word, 8)), group, out);
-    store(number(_mm512_srli_epi32(word, 16)), number(_mm512_srli_epi32(word, 24)), group, out + 32);
+    store(number(word), number(_mm512_srli_epi32(word, 16)), group, out);
+    store(number(_mm512_srli_epi32(word, 8)), number(_mm512_srli_epi32(word, 24)), group, out + 32);
   }
 
   // Two columns of sixteen rows, rounded to bf16 and paired.
@@ -154,12 +202,13 @@ class Expander {
     _mm512_storeu_si512(out, _mm512_mask_blend_epi16(kOddHalves, _mm512_srli_epi32(a, 16), b));
   }
 
-  const Packed& p_;
-  const Streams& s_;
-  int second_;
+  const Packed* p_;
+  Streams s_;
+  int64_t second_;
   uint16_t* buffer_;
-  int64_t mask_;
+  int64_t mask_, next_ = 0;
   PrefetchCursor prefetch_;
+  PrefetchPoint point_;
   Avx512::Minifloat minifloat_;
 #ifdef __AVX512FP16__
   Fp16Block fp16_blocks_[kPair];

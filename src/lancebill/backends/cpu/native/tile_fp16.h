@@ -1,4 +1,4 @@
-// Expansion of 4-bit codes to bf16 in fp16 arithmetic, 32 weights per instruction.
+// Expansion of integer codes to bf16 in fp16 arithmetic, 32 weights per instruction.
 //
 // fp16 bits shifted right by three are a bf16 number, smaller by a power of two (2^-112). A second power of two per row
 // brings the row's scales into the range of fp16. The sums are corrected for both; see `Fp16Block`.
@@ -11,10 +11,14 @@
 namespace lancebill {
 namespace {
 
-// Whether weights are expanded in fp16: 4-bit codes, except with offsets that are subtracted after scaling.
+constexpr int32_t kLargestByte = 255;
+
+// Whether weights are expanded in fp16: codes of 4 and 8 bits, except with offsets that are subtracted after scaling.
 inline bool expands_in_fp16(const Packed& p) {
 #ifdef __AVX512FP16__
-  return p.matrix->codes == LANCEBILL_TABLE4 && p.matrix->zero != LANCEBILL_ZERO_OFFSET_F32;
+  const lancebill_matrix& m = *p.matrix;
+  if (m.zero == LANCEBILL_ZERO_OFFSET_F32) return false;
+  return m.codes == LANCEBILL_TABLE4 || (m.codes == LANCEBILL_BYTE && m.center <= kLargestByte);
 #else
   return (void)p, false;
 #endif
@@ -24,55 +28,82 @@ inline bool expands_in_fp16(const Packed& p) {
 constexpr int kHalfShift = 3, kInputExponent = 112;
 
 #ifdef __AVX512FP16__
-// The scales of a row block and the table in fp16. Each row's scales are multiplied by a power of two that brings the
-// largest to 2^10 .. 2^11, the table by one that keeps it below 16. Weights then stay finite, and are normal fp16
-// numbers down to 2^-24 of the row's largest.
+inline __m256i to_half(__m512 a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+// Codes in fp16: those of 4 bits are looked up in a table, which is stored twice, multiplied by a power of two that keeps
+// it below 16. Bytes become numbers by `kByteBits`; the largest scale of a row is smaller for them, by `peak`.
+struct Fp16Table {
+  __m512i values = {};
+  float factor = 1, peak = 0x1p6f;
+
+  explicit Fp16Table(const Packed& p) {
+    if (p.matrix->codes != LANCEBILL_TABLE4) return;
+    peak = 0x1p10f;
+    const __m512 wide = _mm512_loadu_ps(p.values);
+    const float size = _mm512_reduce_max_ps(_mm512_abs_ps(wide));
+    factor = size < 16 ? 1 : bits_as<float>((257u << 23) - (bits_as<uint32_t>(size) & kExponentMask));
+    values = _mm512_broadcast_i64x4(to_half(_mm512_mul_ps(wide, _mm512_set1_ps(factor))));
+  }
+};
+
+// The upper byte of fp16 numbers from 1024 on, whose unit is 1: with a byte below it they are 1024 more than the byte.
+constexpr int16_t kByteBits = 0x6400;
+constexpr float kByteBias = 1024;
+
+// The scales of a row block in fp16. Each row's scales are multiplied by a power of two that brings the largest to
+// `peak` .. 2 * `peak`. Weights then stay finite, and are normal fp16 numbers down to 2^-24 of the row's largest.
 class Fp16Block {
  public:
   struct Group {
     __m512h scale, zero;
   };
 
-  Fp16Block(const Packed& p, const uint8_t* scales) : p_(p) {
-    const __m512 values = _mm512_loadu_ps(p.values);
-    const float size = _mm512_reduce_max_ps(_mm512_abs_ps(values));
-    const float table_factor = size < 16 ? 1 : bits_as<float>((257u << 23) - (bits_as<uint32_t>(size) & kExponentMask));
-    table_ = _mm512_broadcast_i64x4(to_half(_mm512_mul_ps(values, _mm512_set1_ps(table_factor))));
+  Fp16Block(const Packed& p, const Fp16Table& table, const uint8_t* scales) : kind_(p.matrix->scale), table_(table) {
     const __m512 bounded = _mm512_min_ps(largest_scales(p, scales), _mm512_set1_ps(0x1p100f));
     const __m512i peaks = _mm512_castps_si512(_mm512_max_ps(bounded, _mm512_set1_ps(0x1p-100f)));
     const __m512i powers = _mm512_and_si512(peaks, _mm512_set1_epi32(kExponentMask));
     const __m512 inverse = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(254 << 23), powers));
-    scale_factor_ = _mm512_mul_ps(inverse, _mm512_set1_ps(0x1p10f));
-    const __m512 unit = _mm512_set1_ps(p.unit / table_factor * 0x1p-10f);
-    _mm512_store_ps(correction_, _mm512_mul_ps(_mm512_castsi512_ps(powers), unit));
-    table_factor_ = table_factor;
+    scale_factor_ = _mm512_mul_ps(inverse, _mm512_set1_ps(table.peak));
+    const __m512 unit = _mm512_set1_ps(p.unit / table.factor / table.peak);
+    correction_ = _mm512_mul_ps(_mm512_castsi512_ps(powers), unit);
+    if (p.matrix->codes == LANCEBILL_BYTE) bias_ = kByteBias;
+    center_ = in_both_halves(_mm512_set1_ps(bias_ + static_cast<float>(p.matrix->center)));  // of bytes
   }
 
   Group group(const uint8_t* scales, const uint8_t* zeros) const {
     // `line` truncates, which biases weights towards zero. The extra factor compensates; it is too small to change
     // weights that bf16 holds exactly.
     const __m512 factor = _mm512_mul_ps(scale_factor_, _mm512_set1_ps(1 + 0x1.4p-9f));
-    const __m512h scale = in_both_halves(_mm512_mul_ps(Avx512::scales(p_.matrix->scale, scales, 0), factor));
-    if (zeros == nullptr) return {scale, scale};
+    const __m512h scale = in_both_halves(_mm512_mul_ps(Avx512::scales(kind_, scales, 0), factor));
+    if (zeros == nullptr) return {scale, center_};
     const __m512 zero = _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0));
-    return {scale, in_both_halves(_mm512_mul_ps(zero, _mm512_set1_ps(table_factor_)))};
+    return {scale, in_both_halves(_mm512_fmadd_ps(zero, _mm512_set1_ps(table_.factor), _mm512_set1_ps(bias_)))};
   }
 
   // Writes one line of a tile: two columns of each row, with their codes at `Bit` of the two halves of the row's word.
   template <bool Zeros, int Bit>
   LANCEBILL_INLINE void line(__m512i word, Group group, uint16_t* line) const {
-    const __m512i index = Bit == 0 ? word : _mm512_srli_epi16(word, Bit);  // five bits index; the table is stored twice
-    __m512h value = _mm512_castsi512_ph(_mm512_permutexvar_epi16(index, table_));
-    if (Zeros) value = _mm512_sub_ph(value, group.zero);
+    const __m512i index = Bit == 0 ? word : _mm512_srli_epi16(word, Bit);  // five bits index
+    const __m512h value = _mm512_castsi512_ph(_mm512_permutexvar_epi16(index, table_.values));
+    store(Zeros ? _mm512_sub_ph(value, group.zero) : value, group, line);
+  }
+
+  // The same for bytes, those at `Bit` 0 or 8.
+  template <int Bit>
+  LANCEBILL_INLINE void byte_line(__m512i word, Group group, uint16_t* line) const {
+    const __m512i byte = Bit == 0 ? _mm512_and_si512(word, _mm512_set1_epi16(kLargestByte)) : _mm512_srli_epi16(word, 8);
+    const __m512i bits = _mm512_or_si512(byte, _mm512_set1_epi16(kByteBits));
+    store(_mm512_sub_ph(_mm512_castsi512_ph(bits), group.zero), group, line);
+  }
+
+  __m512 correction() const { return correction_; }
+
+ private:
+  LANCEBILL_INLINE static void store(__m512h value, Group group, uint16_t* line) {
     const __m512i bits = _mm512_castph_si512(_mm512_mul_ph(value, group.scale));
     const __m512i kept = _mm512_set1_epi16(static_cast<int16_t>(0x8fff));
     _mm512_storeu_si512(line, _mm512_and_si512(_mm512_srai_epi16(bits, kHalfShift), kept));
   }
-
-  const float* correction() const { return correction_; }
-
- private:
-  static __m256i to_half(__m512 a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static __m512h in_both_halves(__m512 a) {  // each fp16 number in both halves of its 32-bit word
     const __m512i words = _mm512_cvtepu16_epi32(to_half(a));
     return _mm512_castsi512_ph(_mm512_or_si512(words, _mm512_slli_epi32(words, 16)));
@@ -90,10 +121,9 @@ class Fp16Block {
         const __mmask64 mask = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
         top = larger(top, _mm512_and_si512(_mm512_maskz_loadu_epi8(mask, scales + at), magnitude));
       }
-      for (int bytes = 32; bytes >= p.scale_row; bytes /= 2) {  // one line holds several groups
-        _mm512_store_si512(line, top);
-        top = larger(top, _mm512_maskz_loadu_epi8((__mmask64{1} << bytes) - 1, line + bytes));
-      }
+      // One line holds several groups: the other half, then the other quarter.
+      if (p.scale_row <= 2 * kRows) top = larger(top, _mm512_shuffle_i32x4(top, top, 0x4e));
+      if (p.scale_row <= kRows) top = larger(top, _mm512_shuffle_i32x4(top, top, 0xb1));
       _mm512_store_si512(line, top);
     };
     if (p.scale_row == kRows) {
@@ -108,11 +138,11 @@ class Fp16Block {
     return Avx512::scales(kind, line, 0);
   }
 
-  const Packed& p_;
-  __m512i table_;
-  __m512 scale_factor_;
-  float table_factor_;
-  alignas(64) float correction_[kRows];
+  int32_t kind_;
+  Fp16Table table_;
+  __m512 scale_factor_, correction_;
+  __m512h center_;
+  float bias_ = 0;
 };
 #endif
 
