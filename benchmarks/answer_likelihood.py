@@ -51,7 +51,7 @@ def _read(server: Server, model: str, question: Question) -> Reading:
 
 
 def described(readings: Sequence[Reading], first: Sequence[Reading]) -> dict[str, Any]:
-    """Mean nats of a token, the paired bootstrap of its difference to the first variant, and equal likeliest tokens."""
+    """Mean nats of a token; the difference to the first variant, of means of solutions; and equal likeliest tokens."""
     mine = torch.tensor([nats for each in readings for nats in each.nats], dtype=torch.float64)
     facts: dict[str, Any] = {"tokens": mine.numel(), "nats": float(mine.mean())}
     if readings is first:

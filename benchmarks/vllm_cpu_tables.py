@@ -96,8 +96,8 @@ def _likelihood_table(file: ResultFile) -> str:
     rows = [(name, f"{one['nats']:.4f}", *_difference(one)) for name, one in found]
     note = (
         f"How likely the same server finds the first {file.record['solutions']} reference solutions "
-        f"({found[0][1]['tokens']:,} tokens), each after its question alone; p by a paired bootstrap over the "
-        f"solutions; {links(file.name)}"
+        f"({found[0][1]['tokens']:,} tokens), each after its question alone. nats a token: the mean over all "
+        f"tokens; more than the first: the mean over solutions, p by a paired bootstrap; {links(file.name)}"
     )
     return markdown_table(head, rows, note)
 

@@ -1,7 +1,7 @@
 """Large batches of a split layer on a GPU: some experts of the host's part are copied for the batch.
 
-The host must know which experts the rows use before it can queue copies, so such a call waits for the router, and
-cannot be captured: in a graph the CPU computes its whole part.
+The host must know which experts the rows use before it can divide them, so such a call waits for the router, and cannot
+be captured: in a graph the CPU computes its whole part.
 """
 
 from __future__ import annotations

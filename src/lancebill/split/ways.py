@@ -41,7 +41,7 @@ class Rates:
     token_us: float = 0.0  # and for each token of the batch
     wave_experts: int = 1
     call_us: float = 100.0  # to the CPU and back
-    wait_us: float = 300.0  # until the host knows which experts are used, and the first copies are queued
+    wait_us: float = 300.0  # until the first copies are queued
     divide_us: float = 500.0  # from then until the CPU has its rows, if it has only some experts
     alone_gbs: float = 0.0  # as `copy_gbs`, while the CPU computes nothing; 0: not measured
     sums_gbs: float = 20.0  # sums of rows, however few of the CPU's experts they use: fitted to measured calls
@@ -73,7 +73,7 @@ class Rates:
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
-BOTH_WORTH = 0.95  # of the better of both ways alone: estimates are as wrong as that, and it must not become slower
+BOTH_WORTH = 0.95  # of the better of both ways alone, by estimate: it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
 
