@@ -52,11 +52,12 @@ def measure_rates(
     pack_s = min(_pack_seconds(stage) for _ in range(_BEST_OF))
     short, long = (_wave_seconds(stage, tokens, lane.device) for tokens in BATCHES)
     slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
+    beside_s = median(copies)
     rates = Rates(
-        copy_gbs=wave / median(copies) / 1e9,
+        copy_gbs=wave / beside_s / 1e9,
         cpu_gbs=each / points[0][1] / 1e3,
         cpu_gflops=points[-1][0] * flops / points[-1][1] / 1e3,
-        alone_gbs=wave / _alone(host, stage, lane, wave) / 1e9,
+        alone_gbs=wave / min(beside_s, _alone(host, stage, lane, wave)) / 1e9,  # alone they are not slower
         pack_gbs=wave / pack_s / 1e9,
         wave_us=max(0.0, short - slope * BATCHES[0]) * 1e6,
         token_us=slope * 1e6,

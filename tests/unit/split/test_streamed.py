@@ -356,8 +356,8 @@ class PassedEvent:
         self.asked += 1
         return self.asked > 2
 
-    def elapsed_time(self, end: object) -> float:
-        return 8.0  # ms
+    def elapsed_time(self, end: PassedEvent) -> float:
+        return 8.0 if end.asked else 16.0  # ms; copies that nothing runs beside meet a busy machine
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
@@ -379,7 +379,8 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
     assert rates.copy_gbs == pytest.approx(64 * each / 8e-3 / 1e9), "64 waves of one expert in 8 ms"
     few, many = rates.cpu_us(expert_size(host), np.array([1.0, 64.0])).tolist()
     assert many >= few > 0
-    assert lane.copied == 6 * 64 * each and rates.alone_gbs == rates.copy_gbs, "beside five calls, and alone"
+    assert lane.copied == 6 * 64 * each, "beside five calls, and alone"
+    assert rates.alone_gbs == rates.copy_gbs, "alone they are not slower"
     call, experts, tokens = measure_rates._call(host, 16)
     counts = torch.bincount(call.ids.flatten().long(), minlength=experts)
     assert (counts[:experts] == tokens).all() and experts == host.problem.experts
