@@ -97,7 +97,11 @@ class LargeBatches:
             return None, None
         side, rows = SideStream(batch.x.device), division.rows
         given = (batch.x, batch.dispatch) if rows is None else (rows.x, rows.dispatch)
-        return side, self.host.calls.queue(side, self.host.executor, division.cpu_map, *given, fetch=True)
+        try:
+            return side, self.host.calls.queue(side, self.host.executor, division.cpu_map, *given, fetch=True)
+        except BaseException:
+            side.join()  # what is queued already reads rows and writes sums, whose memory is free now
+            raise
 
     def _run(self, batch: LargeBatch, division: Division, out: Tensor) -> Tensor:
         x, rows = batch.x, division.rows

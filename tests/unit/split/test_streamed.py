@@ -22,6 +22,7 @@ from lancebill.backends.cpu import native
 from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.host_call import HostCall
 from lancebill.cli.main import app
+from lancebill.errors import NotEnoughMemory
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.numbers.unusual import unusual
@@ -253,6 +254,37 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
             got = out.float()
             want = whole(x, topk_ids=ids, topk_weights=weights).float()
             assert float((got - want).abs().max() / want.abs().max()) < 2e-2, seed
+
+
+class FullQueue(InstantQueue):
+    """Has room for no call."""
+
+    joined = 0
+
+    def call(self, call: HostCall) -> None:
+        raise NotEnoughMemory("no pinned host memory is left")
+
+    def join(self) -> None:
+        FullQueue.joined += 1
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+def test_what_was_queued_for_the_cpu_is_waited_for_if_the_rest_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads rows and writes sums, and their memory is used again."""
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
+    executor = layer.executor
+    assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
+    places = layer.host_experts.expert_map
+    assert layer.expert_map is not None and places is not None
+    both = Rates(10.0, 15.0, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0, sums_gbs=1e9)
+    without_gpu(monkeypatch, OrderedLane(), both)
+    monkeypatch.setattr(large_batches, "SideStream", FullQueue)
+    x, ids, weights = make_inputs(9)
+    with pytest.raises(NotEnoughMemory):
+        executor.large_batches.run(x, Indexed(ids, weights, layer.expert_map), places, torch.empty_like(x))
+    assert FullQueue.joined == 1
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
