@@ -22,7 +22,7 @@ from lancebill.split.copy_lane import CudaLane
 from lancebill.split.cpu_rows import CpuRows, few_enough, padded, take_rows
 from lancebill.split.streamed import Stage, copy_wave, first_wave, pack_wave
 from lancebill.split.waves import shortest_wave, waves_of
-from lancebill.split.ways import ExpertSize, Rates, choose_ways
+from lancebill.split.ways import ExpertSize, Rates, choose_ways, used_share
 
 NEARLY_ALL = 0.9  # of the experts are used, if a router chooses all equally often
 _TIMES = 5
@@ -71,7 +71,7 @@ class Division:
 def copy_unasked(batch: LargeBatch) -> Sequence[int]:
     """Queue the copies of a wave, if it is likely that its experts are used."""
     problem = batch.stage.problem
-    used = 1 - (1 - min(1.0, problem.top_k / problem.global_experts)) ** len(batch.x)
+    used = used_share(len(batch.x), problem.top_k, problem.global_experts)
     first = range(batch.stage.experts) if used >= NEARLY_ALL else range(0)
     if first:
         batch.copy([first], 0)

@@ -181,9 +181,14 @@ def choose_ways(
     return Ways(*ways, *map(float, taken))
 
 
+def used_share(tokens: int, top_k: int, global_experts: int) -> float:
+    """The share of all experts that a batch uses, if a router chooses all equally often."""
+    return 1 - (1 - min(1.0, top_k / global_experts)) ** tokens
+
+
 def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, size: ExpertSize, rates: Rates) -> Ways:
     """The division if a router chooses all experts equally often; `experts` of them are in host memory."""
-    used = 1 - (1 - min(1.0, top_k / global_experts)) ** tokens
+    used = used_share(tokens, top_k, global_experts)
     active = round(experts * used)
     each = tokens * top_k / global_experts / used if used else 0.0
     return choose_ways(dict.fromkeys(range(active), max(1.0, each)), tokens, size, rates)

@@ -182,11 +182,11 @@ def decode_chunks(form: WeightForm, tiles: int, slices: int, *, known: bool = Tr
     chunks anyway, and if only their chunks begin and end with tiles or with equal parts of one. A chunk that ends
     inside the next tile has one more partial sum to store and to count.
     """
-    three = _cut_for(form, tiles, slices, _DECODE_BLOCKS * _PROCESSORS, known)
+    stages = -(-slices // decode_slices(form))
+    three = _cut_for(form, tiles, stages, _DECODE_BLOCKS * _PROCESSORS, known)
     if not known:
         return three, _DECODE_BLOCKS
-    stages = -(-slices // decode_slices(form))
-    two = _cut_for(form, tiles, slices, _TWO_PER_SM, known)
+    two = _cut_for(form, tiles, stages, _TWO_PER_SM, known)
     few = -(-tiles * stages // three.stages) <= _TWO_PER_SM
     if few or (_fits_tiles(two, stages) and not _fits_tiles(three, stages)):
         return three if few else two, 2
@@ -198,13 +198,12 @@ def _fits_tiles(chunks: Chunks, stages: int) -> bool:
     return chunks.stages % stages == 0 or stages % chunks.stages == 0
 
 
-def _cut_for(form: WeightForm, tiles: int, slices: int, resident: int, known: bool) -> Chunks:
-    """How the stages of `tiles` tiles are cut for so many resident blocks.
+def _cut_for(form: WeightForm, tiles: int, stages: int, resident: int, known: bool) -> Chunks:
+    """How the stages of `tiles` tiles, so many each, are cut for so many resident blocks.
 
     fp8 is faster with one short tile for each block, even where that leaves a third of the blocks idle: every piece of
     a tile converts the row again, and is added to the others.
     """
-    stages = -(-slices // decode_slices(form))
     if form.activations == E4M3 and known and tiles <= _TWO_PER_SM and stages <= _SHORT_TILE:
         whole = cut(tiles, stages, _TWO_PER_SM)
         if whole.pieces == 1:
