@@ -131,17 +131,16 @@ def _backend_name(engine: Engine) -> str:
 
 
 def _answer_table() -> Iterator[str]:
-    """How far answers are from those of one of vLLM's own backends, with the same weights: runs of one commit."""
-    by_commit: dict[str, list[ResultFile]] = {}
+    """How far answers are from those of one of vLLM's own backends: the newest of every engine.
+
+    Weights are random by tensor name, so they are the same in all runs.
+    """
+    newest: dict[tuple[str, str], tuple[ResultFile, Engine]] = {}
     for file in result_files("vllm-serving"):
-        if any("answers" in engine for engine in file.record["engines"]):
-            by_commit.setdefault(file.record["commit"], []).append(file)
-    compared = {
-        (one["model"], one["backend"]): (files, one)
-        for files in by_commit.values()
-        for one in answers_compared([engine for file in files for engine in file.record["engines"]])
-        if one["model"] in TITLES
-    }
+        for engine in file.record["engines"]:
+            if "answers" in engine and engine["model"] in TITLES:
+                newest[engine["model"], engine["backend"]] = file, engine
+    compared = answers_compared([engine for _, engine in newest.values()])
     if not compared:
         return
     rows = [
@@ -154,10 +153,10 @@ def _answer_table() -> Iterator[str]:
             f"{one['same_answers']} of {one['answers']}",
             f"{max(one['margins_where_answers_part'], default=0):.3f}",
         )
-        for _, one in compared.values()
+        for one in compared
     ]
     head = ("", "against", "largest", "mean", "bound", "same answers", "largest margin")
-    names = dict.fromkeys(file.name for files, _ in compared.values() for file in files)
+    names = dict.fromkeys(file.name for file, _ in newest.values())
     note = (
         "Differences of the log-probabilities of given tokens, and greedy answers. Where an answer parts from the "
         f"reference's, the margin is how much likelier the reference's token was to it than its second. "
