@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -302,6 +304,24 @@ def test_concurrent_clients(served: Served) -> None:
     with ThreadPoolExecutor(len(words)) as pool:
         assert list(pool.map(lambda word: stream_answer(url, word), words)) == alone
     assert len(set(alone)) > 1
+
+
+def test_requests_whose_bytes_are_there_share_their_steps(served: Served) -> None:
+    url, process = served
+    host = urlsplit(url).netloc
+    before = metric(url, "steps_total")
+    process.send_signal(signal.SIGSTOP)  # the system accepts connections and keeps their bytes meanwhile
+    try:
+        clients = [http.client.HTTPConnection(host, timeout=LIMIT) for _ in range(8)]
+        for number, each in enumerate(clients):
+            body = {"model": "tiny", "prompt": f"w{number}", "max_tokens": 4}
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+            each.request("POST", "/v1/completions", json.dumps(body), headers)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    replies = [json.loads(each.getresponse().read()) for each in clients]
+    assert [reply["usage"]["completion_tokens"] for reply in replies] == [4] * 8
+    assert metric(url, "steps_total") - before == 4
 
 
 def test_sigterm_ends_soon_and_lets_short_answers_finish(served: Served) -> None:

@@ -21,6 +21,7 @@ from lancebill.serving.requests import Served, wanted
 from lancebill.serving.responses_reply import ResponsesReply
 
 MOST_BODY = 4 << 20  # bytes
+LOOP_ROUNDS = 6  # of the event loop, from a connection that waits to be accepted to the task of its request
 MODELS = "/v1/models/"  # and the name of one
 PAGE = Path(__file__).with_name("page.html")
 # The page runs its own script and talks to this server only.
@@ -184,9 +185,12 @@ class App:
 
     async def _generate(self, call: Call, values: Mapping[str, Any], reply: Reply, done: str) -> int:
         """Generate and reply, for as long as the client is there."""
-        # Long prompts take a while to tokenise; other requests go on meanwhile.
-        generation = Generation(self.engine, self.served, await asyncio.to_thread(wanted, self.served, values))
-        generation.submit()
+        with self.engine.arriving():
+            # Long prompts take a while to tokenise; other requests go on meanwhile.
+            asked = await asyncio.to_thread(wanted, self.served, values)
+            await _let_others_begin()
+            generation = Generation(self.engine, self.served, asked)
+            generation.submit()
         answering = asyncio.create_task(self._answer(call, generation, reply, done))
         gone = asyncio.create_task(call.until_gone())
         try:
@@ -206,6 +210,12 @@ class App:
             await call.stream(_server_sent(reply.events(generation), done))
         else:
             await call.reply_json(200, await reply.whole(generation))
+
+
+async def _let_others_begin() -> None:
+    """Requests whose bytes have come meanwhile, so that the engine knows of them before it begins a step."""
+    for _ in range(LOOP_ROUNDS):
+        await asyncio.sleep(0)
 
 
 async def _server_sent(events: AsyncIterator[dict[str, Any]], done: str) -> AsyncIterator[str]:

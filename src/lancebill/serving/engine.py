@@ -1,7 +1,8 @@
 """Continuous batching: one thread that runs the model; answers join and leave between two steps.
 
 Every step continues all running answers: those with a prompt left take a share of `STEP_TOKENS`, the others one token
-each. A prompt is shared out evenly, so that a short one does not wait for a long one.
+each. A prompt is shared out evenly, so that a short one does not wait for a long one. The first step after a pause
+waits a moment for requests that come together: one that just misses a step waits for all of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from lancebill.serving.ragged import Runner
 from lancebill.serving.sampling import Sampling, Token, choose
 
 STEP_TOKENS = 1024  # of prompts in one step: bounds how long the other answers wait
+GATHER_SECONDS = 0.05  # the longest that a first answer waits for others: too short to be noticed
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class BatchEngine:
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
         self._changed = threading.Condition()
+        self._arriving = 0  # requests
         self._stopping = False
         self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
@@ -103,6 +107,18 @@ class BatchEngine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While a request is prepared that will submit answers: the first step after a pause waits for it."""
+        with self._changed:
+            self._arriving += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._arriving -= 1
+                self._changed.notify()
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Queue answers; all or none."""
@@ -146,18 +162,25 @@ class BatchEngine:
     def _admit(self) -> bool:
         """Wait for work, drop cancelled answers and start waiting ones; False at the end."""
         with self._changed:
-            while True:
+            while not self._stopping:
+                if self._waiting and not self._running:
+                    self._gather()
                 before = len(self._running) + len(self._waiting)
                 self._running = [answer for answer in self._running if not answer.cancelled]
                 self._waiting = deque(answer for answer in self._waiting if not answer.cancelled)
                 self._cancelled += before - len(self._running) - len(self._waiting)
                 while self._waiting and self._fits(self._waiting[0]):
                     self._running.append(self._waiting.popleft())
-                if self._stopping:
-                    return False
                 if self._running:
-                    return True
+                    return not self._stopping
                 self._changed.wait()
+            return False
+
+    def _gather(self) -> None:
+        """Wait until no request is on its way."""
+        end = time.monotonic() + GATHER_SECONDS
+        while self._arriving and not self._stopping and (left := end - time.monotonic()) > 0:
+            self._changed.wait(left)
 
     def _fits(self, answer: Answer) -> bool:
         if not self._running:

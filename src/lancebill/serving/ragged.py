@@ -201,12 +201,12 @@ class RaggedModel:
         self.model, self.small = model, small
 
     def new_sequence(self) -> KeysValues:
-        if self.small is not None and not self.small.current():
-            self.small = None  # the model was moved or changed
         return KeysValues()
 
     @torch.inference_mode()
     def step(self, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]) -> Tensor:
+        if self.small is not None and any(sequence.length == 0 for sequence in sequences) and not self.small.current():
+            self.small = None  # the model was moved or changed
         if self.small is not None and sum(map(len, tokens)) <= self.small.most_tokens:
             return self._small_step(self.small, sequences, tokens)
         device, counts = self.model.device, [len(each) for each in tokens]

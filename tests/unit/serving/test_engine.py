@@ -103,6 +103,44 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
     engine.stop(5)
 
 
+def test_answers_that_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GATHER_SECONDS", 60.0)
+    model = Counting()
+    engine = running(model)
+    first, second, late = Followed([1, 2], 3), Followed([3], 3), Followed([4], 2)
+    with engine.arriving():
+        engine.submit([first])
+        time.sleep(0.02)
+        assert model.steps == []
+        engine.submit([second])
+    second.wait()
+    assert model.steps == [[2, 1], [1, 1], [1, 1]]
+    model.seconds = 0.01
+    first = Followed([1], 1000)
+    engine.submit([first])
+    while not first.got:
+        time.sleep(0.001)
+    with engine.arriving():  # an answer under way does not wait for it
+        engine.submit([late])
+        late.wait()
+    engine.stop(5)
+
+
+def test_one_that_takes_long_to_arrive_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GATHER_SECONDS", 0.05)
+    engine = running(Counting())
+    answer = Followed([1], 1)
+    with engine.arriving():
+        start = time.monotonic()
+        engine.submit([answer])
+        answer.wait()
+        assert time.monotonic() - start >= 0.05
+    with engine.arriving():
+        monkeypatch.setattr(engines, "GATHER_SECONDS", 60.0)
+        engine.submit([Followed([1], 1)])
+        assert engine.stop(5), "a stopped engine gathers no more"
+
+
 def test_cancelled_answers_leave_and_cost_nothing() -> None:
     model = Counting(0.002)
     engine = running(model)
