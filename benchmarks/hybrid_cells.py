@@ -284,7 +284,8 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     large, host_map = layer.executor.large_batches, layer.host_experts.expert_map
     assert host_map is not None
     rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
-    counts = ChosenExperts(given.ids.cpu(), host_map.numel()).counts(host_map)
+    chosen_experts = ChosenExperts(large._cpu.native, given.ids.cpu().int(), given.weights.cpu().float())
+    counts = chosen_experts.counts(host_map, large._cpu.problem.experts)
     chosen = divide_batch.choose_ways(counts, tokens, size, rates)
     forced = {
         "prefill": (rates, BOTH_WORTH),

@@ -30,6 +30,7 @@ STRUCTS = {
     "lancebill_layer": abi.LayerStruct,
     "lancebill_work": abi.WorkStruct,
     "lancebill_call": abi.CallStruct,
+    "lancebill_slots": abi.SlotsStruct,
     "lancebill_routing": abi.RoutingStruct,
     "lancebill_dense": abi.DenseStruct,
     "lancebill_heads": abi.HeadsStruct,

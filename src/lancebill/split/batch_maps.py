@@ -9,56 +9,77 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lancebill.split.cpu_rows import Rows
+from lancebill.moe.dispatch import Indexed
+from lancebill.split.chosen_experts import ChosenExperts
+from lancebill.split.cpu_rows import CpuRows, few_enough
 from lancebill.split.gpu_queues import MailboxQueue
 
 
 class BatchMaps:
-    """Room for the numbers of one batch at a time."""
+    """Room for the numbers of one batch at a time. The last batch has ended when the ids of the next one were read."""
 
     def __init__(self, experts: int, known: int, tokens: int, top_k: int, device: torch.device) -> None:
         """Of a part with so many experts, for physical ids below `known` and batches of at most so many tokens."""
         self.experts, self.known, self.tokens, self.device = experts, known, tokens, device
-        queue, read = MailboxQueue(device), 2 * known + tokens
-        memory = queue.allocate(4 * (read + tokens * top_k)).view(torch.int32)
-        seen = queue.mapped(memory)  # by the device
-        self._written, self._seen = memory[:read], seen[:read]
-        self._fetched, self._fetched_seen = memory[read:], seen[read:]
-        self._used = 0
+        slots, queue = (tokens, top_k), MailboxQueue(device)
+        sizes = [tokens * top_k, tokens * top_k, tokens, known, 1]
+        memory = queue.allocate(4 * sum(sizes)).view(torch.int32)
+        ids, weights, self._rows, self._copied, self._flag = memory.split(sizes)
+        self._ids, self._weights = ids.view(slots), weights.view(torch.float32).view(slots)
+        ids, weights, self._seen_rows, self._seen_copied, self._seen_flag = queue.mapped(memory).split(sizes)
+        self._seen_ids, self._seen_weights = ids.view(slots), weights.view(torch.float32).view(slots)
+        self._cpu_map = torch.empty(known, dtype=torch.int32, device="cpu")
+        self._sent_ids, self._sent_weights = torch.empty_like(self._ids), torch.empty_like(self._weights)
 
-    def fetch(self, numbers: Tensor) -> Tensor:
-        """Ids or a flag in host memory, until the next ones. Waits until the current stream of the device is there."""
-        size, shape = numbers.numel(), numbers.shape
-        torch.add(numbers.clamp(-1, self.known), 0, out=self._fetched_seen[:size].view(shape))  # also from int64
+    def fetch(self, dispatch: Indexed) -> tuple[Tensor, Tensor]:
+        """Ids and weights in host memory. Waits until the current stream of the device is there."""
+        rows = len(dispatch.ids)
+        torch.add(dispatch.ids.clamp(-1, self.known), 0, out=self._seen_ids[:rows])  # also from int64
+        torch.mul(dispatch.weights, 1.0, out=self._seen_weights[:rows])  # also from bf16
         MailboxQueue(self.device).wait()
-        return self._fetched[:size].view(shape)
+        return self._ids[:rows], self._weights[:rows]
 
-    def write(self, expert_map: Tensor, waves: Sequence[Sequence[int]], each: int, on_cpu: Sequence[int]) -> Tensor:
-        """The CPU's map for a batch, in host memory. The last batch has ended: the ids of this one were read.
+    def answer(self, flag: Tensor) -> bool:
+        """Whether a flag is set. Waits likewise."""
+        torch.add(flag.int().view(1), 0, out=self._seen_flag)
+        MailboxQueue(self.device).wait()
+        return bool(self._flag)
 
-        `waves` have at most `each` experts.
+    def cpu_rows(self, chosen: ChosenExperts, expert_map: Tensor, on_cpu: Sequence[int]) -> CpuRows:
+        """The rows that use one of these experts; `expert_map` is that of the part."""
+        self._cpu_map.numpy()[:] = _with_places(self.experts, on_cpu, on_cpu)[expert_map.numpy()]
+        used = chosen.take(self._cpu_map, self._rows, self._sent_ids, self._sent_weights)
+        if not few_enough(used, len(chosen.ids)):
+            return CpuRows(self._cpu_map, chosen.ids, chosen.weights, None)
+        numbers = _on_device(self._seen_rows[:used])
+        return CpuRows(self._cpu_map, self._sent_ids[:used], self._sent_weights[:used], numbers)
+
+    def copied(self, expert_map: Tensor, waves: Sequence[Sequence[int]], each: int, on_cpu: Sequence[int]) -> Tensor:
+        """For each physical id `each` times its wave and its place there, or -1, on the device.
+
+        `waves` have at most `each` experts. What is the CPU's was copied before this was known.
         """
-        numbers = np.full((2, self.experts + 1), -1, dtype=np.int32)  # of all experts; -1 finds the last number
-        for wave, copied in enumerate(waves):
-            numbers[0, list(copied)] = np.arange(wave * each, wave * each + len(copied), dtype=np.int32)
-        numbers[0, list(on_cpu)] = -1  # it was copied before this was known
-        numbers[1, list(on_cpu)] = on_cpu
-        self._used = 2 * self.known
-        self._written.numpy()[: self._used] = numbers[:, expert_map.numpy()].ravel()
-        return self._written[self.known : self._used]
+        slots = [slot for wave in waves for slot in wave]
+        numbers = [number * each + place for number, wave in enumerate(waves) for place in range(len(wave))]
+        places = _with_places(self.experts, slots, numbers)
+        places[list(on_cpu)] = -1
+        self._copied.numpy()[:] = places[expert_map.numpy()]
+        return _on_device(self._seen_copied)
 
-    def add_rows(self, rows: Rows) -> None:
-        """The rows of the batch that the CPU gets."""
-        end = self._used + len(rows)
-        self._written.numpy()[self._used : end] = rows
-        self._used = end
 
-    def on_device(self) -> tuple[Tensor, Tensor]:
-        """For each physical id `each` times its wave and its place there, or -1; and the rows of the CPU."""
-        there = torch.add(self._seen[: self._used], 0)  # a kernel reads them, not a copy engine
-        return there[: self.known], there[2 * self.known :].long()
+def _with_places(experts: int, these: Sequence[int], places: Sequence[int]) -> NDArray[np.int32]:
+    """Places by expert, or -1. One more number, which -1 finds, is of no expert."""
+    found = np.full(experts + 1, -1, dtype=np.int32)
+    found[list(these)] = places
+    return found
+
+
+def _on_device(seen: Tensor) -> Tensor:
+    """A copy that a kernel makes, not a copy engine."""
+    return torch.add(seen, 0)
 
 
 def wave_maps(numbers: Tensor, waves: int, each: int) -> Tensor:

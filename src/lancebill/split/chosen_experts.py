@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lancebill.split.cpu_rows import Rows
+from lancebill.backends.cpu.native import Library, abi
 
 
+@dataclass(frozen=True, eq=False)
 class ChosenExperts:
-    """Physical ids [M, k] in host memory, from -1 to `known`: these two are of no expert."""
+    """Physical ids [M, k] in int32 and weights in fp32, both dense and in host memory."""
 
-    def __init__(self, ids: Tensor, known: int) -> None:
-        self._known, self._places = known, ids.numpy() + 1
+    native: Library
+    ids: Tensor
+    weights: Tensor
 
-    def counts(self, expert_map: Tensor) -> dict[int, float]:
-        """How many rows each expert of a part has. The map is in host memory."""
-        counts = np.bincount(self._places.ravel(), minlength=self._known + 2)[1:-1]
-        tokens = np.bincount(expert_map.numpy() + 1, weights=counts)[1:].tolist()  # the first are those of no expert
-        return {slot: count for slot, count in enumerate(tokens) if count}
+    def counts(self, expert_map: Tensor, experts: int) -> NDArray[np.float64]:
+        """How many slots each expert of a part has. The map is in host memory."""
+        counts = torch.empty(experts, dtype=torch.float64, device="cpu")
+        self.native.count_slots(self._slots(expert_map), counts)
+        found: NDArray[np.float64] = counts.numpy()
+        return found
 
-    def rows(self, expert_map: Tensor) -> Rows:
-        """The rows that use an expert of this map, which is in host memory."""
-        is_used = np.zeros(self._known + 2, dtype=np.bool_)
-        is_used[1:-1] = expert_map.numpy() >= 0
-        return np.flatnonzero(is_used.take(self._places.T).any(0))  # by columns: numpy is slow along short rows
+    def take(self, expert_map: Tensor, rows: Tensor, ids: Tensor, weights: Tensor) -> int:
+        """Write numbers, ids and weights of the rows that use an expert of this map; returns how many they are."""
+        return self.native.take_rows(self._slots(expert_map), rows, ids, weights)
+
+    def _slots(self, expert_map: Tensor) -> abi.SlotsStruct:
+        tokens, top_k = self.ids.shape
+        ids, weights = self.ids.data_ptr(), self.weights.data_ptr()
+        return abi.SlotsStruct(ids, weights, tokens, top_k, expert_map.data_ptr(), expert_map.numel())

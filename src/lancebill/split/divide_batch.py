@@ -2,6 +2,7 @@
 
 The wire takes longest, so the copies of some experts are queued before the others are divided; in a batch that uses
 nearly all experts, before the router has chosen. These are always the same: a result does not depend on other batches.
+While they are copied, the CPU is asked for its part, and then the other copies are queued.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from lancebill.backends.cpu.native import Library
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Packed
 from lancebill.split.batch_maps import BatchMaps
 from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.copy_lane import CudaLane
-from lancebill.split.cpu_rows import CpuRows, few_enough, padded, take_rows
-from lancebill.split.streamed import Stage, copy_wave, first_wave, pack_wave
+from lancebill.split.cpu_rows import CpuRows
+from lancebill.split.streamed import BUFFERS, Stage, copy_wave, first_wave, pack_wave
 from lancebill.split.waves import shortest_wave, waves_of
-from lancebill.split.ways import ExpertSize, Rates, choose_ways, used_share
+from lancebill.split.ways import ExpertSize, Numbers, Rates, Ways, choose_ways, used_share
 
 NEARLY_ALL = 0.9  # of the experts are used, if a router chooses all equally often
 _TIMES = 5
@@ -40,6 +42,7 @@ class LargeBatch:
     stage: Stage
     lane: CudaLane
     room: BatchMaps
+    native: Library
 
     def copy(self, waves: Sequence[Sequence[int]], number: int) -> None:
         copy_wave(self.stage, self.lane, self.held, waves, number)
@@ -53,19 +56,16 @@ class Begun:
     """The experts that a batch uses, and the first wave that is copied."""
 
     chosen: ChosenExperts
-    counts: dict[int, float]
+    counts: Numbers
     first: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
-    """Which way each expert of a batch goes."""
+class Waves:
+    """The experts that are copied together; and for `wave_maps` the place of each, on the device."""
 
-    waves: Sequence[Sequence[int]]
-    copied: Tensor  # for `wave_maps`, on the device
-    cpu_map: Tensor  # of the CPU, in host memory
-    on_cpu: bool  # whether the CPU has experts
-    rows: CpuRows | None  # that it gets; None: all
+    experts: Sequence[Sequence[int]]
+    places: Tensor
 
 
 def copy_unasked(batch: LargeBatch) -> Sequence[int]:
@@ -80,8 +80,8 @@ def copy_unasked(batch: LargeBatch) -> Sequence[int]:
 
 def begin_batch(batch: LargeBatch, rates: Rates, first: Sequence[int] = ()) -> Begun:
     """Wait for the router. Without a first wave, queue copies that last as long as the host divides the experts."""
-    chosen = ChosenExperts(batch.room.fetch(batch.dispatch.ids), batch.host_map.numel())
-    counts = chosen.counts(batch.host_map)  # the map may be complete only now
+    chosen = ChosenExperts(batch.native, *batch.room.fetch(batch.dispatch))
+    counts = chosen.counts(batch.host_map, batch.room.experts)  # the map may be complete only now
     if not first:
         costs = rates.wave_costs(batch.size, len(batch.x))
         first = first_wave(counts, shortest_wave(batch.stage.experts, costs, rates.divide_us))
@@ -89,26 +89,26 @@ def begin_batch(batch: LargeBatch, rates: Rates, first: Sequence[int] = ()) -> B
     return Begun(chosen, counts, first)
 
 
-def divide_batch(batch: LargeBatch, begun: Begun, rates: Rates) -> Division | None:
-    """Queues the copies of the second wave, too. None: nothing should be copied."""
-    x, room, each = batch.x, batch.room, batch.stage.experts
-    ways = choose_ways(begun.counts, len(x), batch.size, rates, begun=begun.first)
-    if not ways.streamed:
-        return None
-    waves = waves_of(ways.streamed, each, rates.wave_costs(batch.size, len(x)), begun.first)
-    batch.copy(waves, 1)
-    cpu_map = room.write(batch.host_map, waves, each, ways.cpu)
-    used = begun.chosen.rows(cpu_map)
-    some = len(used) > 0 and few_enough(len(used), len(x))
-    if some:
-        room.add_rows(padded(used))
-    copied, numbers = room.on_device()
-    rows = take_rows(x, batch.dispatch, numbers, len(used)) if some else None
-    return Division(waves, copied, cpu_map, len(used) > 0, rows)
+def divide_batch(batch: LargeBatch, begun: Begun, rates: Rates) -> Ways:
+    return choose_ways(begun.counts, len(batch.x), batch.size, rates, begun=begun.first)
 
 
-def host_us(batch: LargeBatch, rates: Rates, ask_cpu: Callable[[LargeBatch, Division], object]) -> tuple[float, float]:
-    """How many microseconds the host takes until this batch's first copies are queued, and then to divide it."""
+def rows_of_cpu(batch: LargeBatch, begun: Begun, ways: Ways) -> CpuRows | None:
+    """The rows that the CPU gets; None: it has no expert."""
+    return batch.room.cpu_rows(begun.chosen, batch.host_map, ways.cpu) if ways.cpu else None
+
+
+def queue_waves(batch: LargeBatch, begun: Begun, ways: Ways, rates: Rates) -> Waves:
+    """Queue copies into all buffers but the first, which is being filled."""
+    each = batch.stage.experts
+    waves = waves_of(ways.streamed, each, rates.wave_costs(batch.size, len(batch.x)), begun.first)
+    for number in range(1, BUFFERS):
+        batch.copy(waves, number)
+    return Waves(waves, batch.room.copied(batch.host_map, waves, each, ways.cpu))
+
+
+def host_us(batch: LargeBatch, rates: Rates, ask_cpu: Callable[[LargeBatch, CpuRows], object]) -> tuple[float, float]:
+    """How many microseconds the host takes until this batch's first copies are queued, and then to ask the CPU."""
     taken = []
     for _ in range(_TIMES):
         torch.cuda.synchronize()
@@ -116,9 +116,10 @@ def host_us(batch: LargeBatch, rates: Rates, ask_cpu: Callable[[LargeBatch, Divi
         start = time.perf_counter()
         first = copy_unasked(batch)
         then = time.perf_counter()
-        division = divide_batch(batch, begin_batch(batch, rates, first), rates)
-        if division is not None:
-            ask_cpu(batch, division)
+        begun = begin_batch(batch, rates, first)
+        rows = rows_of_cpu(batch, begun, divide_batch(batch, begun, rates))
+        if rows is not None:
+            ask_cpu(batch, rows)
         taken.append((then - start, time.perf_counter() - then))
     torch.cuda.synchronize()
     begin, divide = (median(each) * 1e6 for each in zip(*taken))

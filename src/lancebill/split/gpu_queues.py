@@ -61,6 +61,11 @@ class _GpuQueue:
         with torch.cuda.stream(self.stream):
             torch.cat([source.reshape(-1).view(torch.int16) for source in sources], out=target.view(torch.int16))
 
+    def take_rows(self, target: Tensor, source: Tensor, numbers: Tensor) -> None:
+        source = _wide(source)
+        with torch.cuda.stream(self.stream):
+            torch.index_select(source, 0, numbers, out=target.view(source.dtype))
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """By a kernel: a copy engine would do it after all copies of experts that are queued."""
         with torch.cuda.stream(self.stream):
@@ -113,6 +118,12 @@ class MailboxQueue(_GpuQueue):
         if self._asked is not None:
             box, call = self._asked
             box.wait(self.device.index or 0, self.number, call.out)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """In words of 8 bytes, if rows are whole words: a kernel writes few large words faster than many small ones."""
+    word = torch.int64.itemsize // rows.element_size()
+    return rows if rows.shape[1] % word or rows.storage_offset() % word else rows.view(torch.int64)
 
 
 def pinned(size: int, capturing: bool) -> Tensor:

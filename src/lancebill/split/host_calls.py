@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -19,6 +20,7 @@ from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.moe.dispatch import Indexed
+from lancebill.split.cpu_rows import CpuRows
 from lancebill.split.host_threads import HostThreads
 from lancebill.split.ways import MOST_ROWS
 
@@ -40,8 +42,11 @@ class Queue(Protocol):
     def gather(self, target: Tensor, sources: Sequence[Tensor]) -> None:
         """Write the bytes of the sources, one after the other, into mapped memory."""
 
+    def take_rows(self, target: Tensor, source: Tensor, numbers: Tensor) -> None:
+        """Write the rows with these numbers into mapped memory."""
+
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy from mapped memory."""
+        """Copy from or to mapped memory."""
 
     def call(self, call: HostCall) -> None: ...
 
@@ -72,12 +77,19 @@ class MappedCall:
     given: Tensor
     out: Tensor
 
+    @cached_property
+    def x(self) -> Tensor:
+        """The first part of what is given."""
+        rows = self.call.x
+        return self.given[: rows.nbytes].view(rows.dtype).view(rows.shape)
+
 
 class HostCalls:
     """The host calls of one split layer. They must not be freed while they may still be made."""
 
     def __init__(self) -> None:
-        self.eager: dict[tuple[HostShape, Hashable, int], tuple[list[int], MappedCall]] = {}
+        # By shape, queue, memory, and the number of a piece of a large batch.
+        self.eager: dict[tuple[HostShape, Hashable, int, int | None], tuple[list[int], MappedCall]] = {}
         self.captured: list[MappedCall] = []  # a graph does not say when it ends
         self._placed: HostThreads | None = None
         self._queues: dict[Hashable, Queue] = {}  # that eager calls were put into
@@ -85,12 +97,10 @@ class HostCalls:
     def __del__(self) -> None:
         self._wait()
 
-    def queue(
-        self, queue: Queue, host: Executor, expert_map: Tensor, x: Tensor, dispatch: Indexed, *, fetch: bool = False
-    ) -> Tensor:
+    def queue(self, queue: Queue, host: Executor, expert_map: Tensor, x: Tensor, dispatch: Indexed) -> Tensor:
         """Queue the CPU's part of a call; x, ids and weights are dense. Returns its sums [M, H] in fp32.
 
-        They are there when the queue has come so far, and until the next call; `fetch`: not in host memory.
+        They are there when the queue has come so far, and until the next call.
         """
         if not isinstance(host, CpuExecutor):
             raise UnsupportedProblem(
@@ -100,11 +110,28 @@ class HostCalls:
             )
         self.check()
         given = x, dispatch.ids, dispatch.weights
-        if x.shape[0] <= MOST_ROWS and not fetch:
+        if x.shape[0] <= MOST_ROWS:
             return self._step(queue, host, expert_map, given).out
         sums = torch.empty_like(x, dtype=torch.float32)
         for pieces in zip(*(tensor.split(MOST_ROWS) for tensor in (*given, sums))):
             queue.copy(pieces[3], self._step(queue, host, expert_map, pieces[:3]).out)
+        return sums
+
+    def queue_rows(self, queue: Queue, host: CpuExecutor, x: Tensor, rows: CpuRows) -> Tensor:
+        """As `queue`, of rows whose ids and weights are in host memory already. Returns sums that are not there."""
+        most = min(MOST_ROWS, 1 << (len(x) - 1).bit_length())  # few different numbers: each has a call of its own
+        shape = HostShape(most, x.dtype, rows.ids.dtype, rows.weights.dtype, self._threads(host).count)
+        sums = x.new_empty((len(rows.ids), x.shape[1]), dtype=torch.float32)
+        for piece, start in enumerate(range(0, len(sums), most)):
+            end = min(start + most, len(sums))
+            mapped = self._call(queue, host, rows.expert_map, shape, piece)
+            mapped.call.take(rows.ids[start:end], rows.weights[start:end])
+            if rows.numbers is None:
+                queue.copy(mapped.x[: end - start], x[start:end])
+            else:
+                queue.take_rows(mapped.x[: end - start], x, rows.numbers[start:end])
+            queue.call(mapped.call)
+            queue.copy(sums[start:end], mapped.out[: end - start])
         return sums
 
     def _step(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, given: Sequence[Tensor]) -> MappedCall:
@@ -123,13 +150,15 @@ class HostCalls:
             except LaunchError as error:
                 raise error.within("an earlier call of a split layer") from error
 
-    def _call(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> MappedCall:
+    def _call(
+        self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape, piece: int | None = None
+    ) -> MappedCall:
         if queue.capturing:
             self.captured.append(self._make(queue, host, expert_map, shape))
             return self.captured[-1]
         self._queues[queue.key] = queue
         addresses, held = [*host.tensors.addresses(), expert_map.data_ptr()], _BUFFERS.get(queue.key)
-        found = None if held is None else self.eager.get((shape, queue.key, held.data_ptr()))
+        found = None if held is None else self.eager.get((shape, queue.key, held.data_ptr(), piece))
         if found is not None and found[0] == addresses:
             return found[1]
         if found is not None or len(self.eager) >= MOST_CALLS:
@@ -137,7 +166,7 @@ class HostCalls:
             self.check()
             self.eager.clear()
         made = self._make(queue, host, expert_map, shape)
-        self.eager[shape, queue.key, made.call.memory.data_ptr()] = addresses, made
+        self.eager[shape, queue.key, made.call.memory.data_ptr(), piece] = addresses, made
         return made
 
     def _make(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> MappedCall:

@@ -19,8 +19,18 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.batch_maps import BatchMaps, wave_maps
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.cpu_rows import STEP, CpuRows
-from lancebill.split.divide_batch import Division, LargeBatch, begin_batch, copy_unasked, divide_batch, host_us
+from lancebill.split.cpu_rows import CpuRows
+from lancebill.split.divide_batch import (
+    Begun,
+    LargeBatch,
+    Waves,
+    begin_batch,
+    copy_unasked,
+    divide_batch,
+    host_us,
+    queue_waves,
+    rows_of_cpu,
+)
 from lancebill.split.gpu_queues import SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart, run_part
@@ -75,42 +85,46 @@ class LargeBatches:
         with lane_of(x.device.index or 0).batch():
             batch = self._batch(x, dispatch, host_map)
             first = copy_unasked(batch) if not self.shared else ()  # those that move may be on the device
-            division = divide_batch(batch, begin_batch(batch, rates, first), rates)
-            return None if division is None else self._run(batch, division, out)
+            self.host.calls.check()
+            begun = begin_batch(batch, rates, first)
+            ways = divide_batch(batch, begun, rates)
+            return self._run(batch, begun, ways, rates, out) if ways.streamed else None
 
     def _batch(self, x: Tensor, dispatch: Indexed, host_map: Tensor) -> LargeBatch:
-        lane, held = lane_of(x.device.index or 0), self.host.executor.tensors.packed()
-        room = self._room(host_map, x)
-        return LargeBatch(x, dispatch, host_map, held, self.size, self._stage(x.device), lane, room)
+        host, lane = self._cpu, lane_of(x.device.index or 0)
+        held, room = host.tensors.packed(), self._room(host_map, x)
+        return LargeBatch(x, dispatch, host_map, held, self.size, self._stage(x.device), lane, room, host.native)
 
     def _room(self, host_map: Tensor, x: Tensor) -> BatchMaps:
         held = self._maps.get(x.device)
         if held is None or held.tokens < len(x):
-            problem, tokens = self.host.executor.problem, 1 << (max(len(x), STEP) - 1).bit_length()
+            problem, tokens = self.host.executor.problem, 1 << (len(x) - 1).bit_length()
             held = BatchMaps(problem.experts, host_map.numel(), tokens, problem.top_k, x.device)
             self._maps[x.device] = held
         return held
 
-    def _ask_cpu(self, batch: LargeBatch, division: Division) -> tuple[SideStream | None, Tensor | None]:
+    @property
+    def _cpu(self) -> CpuExecutor:
+        executor = self.host.executor
+        assert isinstance(executor, CpuExecutor)
+        return executor
+
+    def _ask_cpu(self, batch: LargeBatch, rows: CpuRows) -> tuple[SideStream, Tensor]:
         """Queue the CPU's part: its stream, and its sums."""
-        if not division.on_cpu:
-            return None, None
-        side, rows = SideStream(batch.x.device), division.rows
-        given = (batch.x, batch.dispatch) if rows is None else (rows.x, rows.dispatch)
+        side = SideStream(batch.x.device)
         try:
-            return side, self.host.calls.queue(side, self.host.executor, division.cpu_map, *given, fetch=True)
+            return side, self.host.calls.queue_rows(side, self._cpu, batch.x, rows)
         except BaseException:
             side.join()  # what is queued already reads rows and writes sums, whose memory is free now
             raise
 
-    def _run(self, batch: LargeBatch, division: Division, out: Tensor) -> Tensor:
-        x, rows = batch.x, division.rows
-        side, sums = self._ask_cpu(batch, division)
+    def _run(self, batch: LargeBatch, begun: Begun, ways: Ways, rates: Rates, out: Tensor) -> Tensor:
+        x, rows = batch.x, rows_of_cpu(batch, begun, ways)
+        side, sums = (None, None) if rows is None else self._ask_cpu(batch, rows)
         try:
-            for number in range(2, BUFFERS):
-                batch.copy(division.waves, number)
+            waves = queue_waves(batch, begun, ways, rates)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
-                computed = self._on_gpu(batch, division)
+                computed = self._on_gpu(batch, waves)
         finally:
             if side is not None:
                 side.join()
@@ -120,25 +134,25 @@ class LargeBatches:
         if flags and _was_unusual(batch, flags):
             batch.lane.begin_batch()
             for number in range(BUFFERS):
-                batch.copy(division.waves, number)
+                batch.copy(waves.experts, number)
             with repeating():
-                _add(*self._on_gpu(batch, division), sums, rows, out)
+                _add(*self._on_gpu(batch, waves), sums, rows, out)
         return out
 
-    def _on_gpu(self, batch: LargeBatch, division: Division) -> tuple[Tensor, Tensor]:
+    def _on_gpu(self, batch: LargeBatch, waves: Waves) -> tuple[Tensor, Tensor]:
         """The sums of the GPU's own experts and those that are copied, fp32; and apart, those of the last wave."""
-        x, waves = batch.x, division.waves
-        batch.pack(waves, 0)  # at once, so that its buffer can be filled again
+        x = batch.x
+        batch.pack(waves.experts, 0)  # at once, so that its buffer can be filled again
         if self.own.problem.experts:
             total = self.own.run(x, batch.dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
         else:
             total = torch.zeros_like(x, dtype=torch.float32)
         compute = partial(run_part, batch.stage.executor, x, batch.dispatch, dtype=x.dtype)
-        maps = wave_maps(division.copied, len(waves), batch.stage.experts)
+        maps = wave_maps(waves.places, len(waves.experts), batch.stage.experts)
         last = compute(maps[0])
-        for number in range(1, len(waves)):
+        for number in range(1, len(waves.experts)):
             total.add_(last)
-            batch.pack(waves, number)
+            batch.pack(waves.experts, number)
             last = compute(maps[number])
         return total, last
 
@@ -170,29 +184,27 @@ class LargeBatches:
         return _STAGES[key]
 
     def _measured(self, device: torch.device) -> Rates:
-        key, executor, lane = self._key(device), self.host.executor, lane_of(device.index or 0)
+        key, lane = self._key(device), lane_of(device.index or 0)
         if key not in _RATES:
-            assert isinstance(executor, CpuExecutor)
             with lane.batch():  # it fills the same buffers
                 if key not in _RATES:  # by another thread, meanwhile
                     timed = partial(self._host_us, device=device)
-                    _RATES[key] = measure_rates(executor, self._stage(device), lane, timed)
+                    _RATES[key] = measure_rates(self._cpu, self._stage(device), lane, timed)
         return _RATES[key]
 
 
 def _was_unusual(batch: LargeBatch, flags: list[Tensor]) -> bool:
     """Asked when the last wave is packed: the host need not wait until it is computed."""
     with batch.lane.packed():
-        return bool(batch.room.fetch(any_set(flags).int()))
+        return batch.room.answer(any_set(flags))
 
 
 def _add(total: Tensor, last: Tensor, sums: Tensor | None, rows: CpuRows | None, out: Tensor) -> None:
     """The GPU's sums and those of the CPU, which has all rows or some."""
-    if sums is None:
+    if rows is None or sums is None:
         torch.add(total, last, out=out)
-        return
-    total.add_(last)
-    out.copy_(total.add_(sums) if rows is None else rows.add_to(total, sums))
+    else:
+        out.copy_(rows.add_to(total.add_(last), sums))
 
 
 def expert_size(host: Executor) -> ExpertSize:

@@ -12,7 +12,9 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lancebill.backends.base import Executor, TensorTable
@@ -117,9 +119,10 @@ class Stage:
             self.pack(buffer, count)
 
 
-def first_wave(counts: Mapping[int, float], each: int) -> list[int]:
+def first_wave(counts: NDArray[np.float64], each: int) -> list[int]:
     """The experts with the most tokens: whichever way others go, these are copied."""
-    return sorted(sorted(counts, key=lambda slot: (-counts[slot], slot))[:each])
+    most: list[int] = (-counts).argsort(kind="stable")[: min(each, np.count_nonzero(counts))].tolist()
+    return sorted(most)
 
 
 def copy_wave(

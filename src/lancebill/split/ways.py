@@ -6,7 +6,7 @@ The CPU's time for an expert grows with its tokens, a copy's does not: the exper
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,18 +121,17 @@ class _Batch:
 
     def _cpu_us(self) -> Numbers:
         rates, rows = self.rates, self.rows
-        pieces = np.maximum(1, np.ceil(rows / MOST_ROWS))
         row_us = self.size.row_bytes * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
         us = rates.call_us + rows * row_us
         us[:-1] += rates.wait_us + rates.divide_us
-        for number in set(pieces.tolist()):
-            these = pieces == number
-            us[these] += self._experts_us(number)[these]
+        for pieces in range(1, math.ceil(self.tokens / MOST_ROWS) + 1):
+            first, last = rows.searchsorted(((pieces - 1) * MOST_ROWS, pieces * MOST_ROWS), side="right")
+            us[first:last] += self._experts_us(pieces)[first:last]
         us[0] = 0.0
         return us
 
-    def _experts_us(self, pieces: float) -> Numbers:
-        parts = np.maximum(1.0, np.minimum(self.counts, pieces))  # pieces that read the expert
+    def _experts_us(self, pieces: int) -> Numbers:
+        parts = np.minimum(self.counts, pieces)  # pieces that read the expert
         return _sums(parts * self.rates.cpu_us(self.size, self.counts / parts))
 
     def _stream_us(self) -> Numbers:
@@ -157,28 +156,33 @@ def _sums(values: Numbers) -> Numbers:
 
 
 def choose_ways(
-    counts: Mapping[int, float],
+    counts: Numbers,
     tokens: int,
     size: ExpertSize,
     rates: Rates,
     worth: float = BOTH_WORTH,
-    begun: Collection[int] = (),
+    begun: Sequence[int] = (),
 ) -> Ways:
     """The fastest division of experts, given the tokens of each. Experts without tokens go neither way.
 
     Both ways together must take at most `worth` of the time of the better one alone. Copies of `begun` have begun.
     """
-    used, late = sorted(expert for expert, count in counts.items() if count > 0), set(begun)
-    each = np.array([counts[expert] for expert in used], dtype=np.float64)
-    ascending = np.lexsort((each, np.array([expert in late for expert in used])))
-    order, batch = [used[place] for place in ascending.tolist()], _Batch(each[ascending], tokens, size, rates)
-    number = min((0, len(order)), key=lambda number: (batch.us[number], -number))
+    order = _order_of_cpu(counts, begun)
+    batch = _Batch(counts[order], tokens, size, rates)
+    number = 0 if batch.us[0] < batch.us[-1] else len(order)
     both = int(batch.us.argmin())
     if batch.us[both] <= worth * batch.us[number]:
         number = both
-    ways = tuple(order[:number]), tuple(sorted(order[number:]))
+    ways = tuple(order[:number].tolist()), tuple(sorted(order[number:].tolist()))
     taken = batch.cpu_us[number], batch.stream_us[number], batch.cpu_us[-1], batch.stream_us[0], batch.rows[number]
     return Ways(*ways, *map(float, taken))
+
+
+def _order_of_cpu(counts: Numbers, begun: Sequence[int]) -> NDArray[np.intp]:
+    """Used experts as the CPU would take them: those that are being copied last, and those with few tokens first."""
+    used, late = np.flatnonzero(counts), np.zeros(len(counts), dtype=np.bool_)
+    late[list(begun)] = True
+    return used[np.lexsort((counts[used], late[used]))]
 
 
 def used_share(tokens: int, top_k: int, global_experts: int) -> float:
@@ -191,4 +195,4 @@ def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, si
     used = used_share(tokens, top_k, global_experts)
     active = round(experts * used)
     each = tokens * top_k / global_experts / used if used else 0.0
-    return choose_ways(dict.fromkeys(range(active), max(1.0, each)), tokens, size, rates)
+    return choose_ways(np.full(active, max(1.0, each)), tokens, size, rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.layer.routed_experts import HostExperts, RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.split import host_calls, host_threads
+from lancebill.split.cpu_rows import CpuRows
 from lancebill.split.host_threads import HostThreads, allowed_by_quota, physical_cores
 from lancebill.testing.checkpoints import save
 
@@ -44,6 +46,9 @@ class DelayedQueue:
         for source in sources:
             self.copy(target[at : at + source.nbytes], source)
             at += source.nbytes
+
+    def take_rows(self, target: Tensor, source: Tensor, numbers: Tensor) -> None:
+        self.steps.append((partial(torch.index_select, source, 0, numbers, out=target),))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert source.is_contiguous() and target.nbytes == source.nbytes
@@ -105,6 +110,28 @@ def test_queued_calls_give_what_a_direct_call_gives(tmp_path: Path, monkeypatch:
     sums, want, _ = _queue(queue, copied, 3, 9)
     queue.wait()
     assert torch.equal(sums, want)
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_rows_of_a_large_batch_go_to_the_cpu_in_pieces(
+    some: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_calls, "MOST_ROWS", 4)
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    x, ids, weights = make_inputs(11, 0)
+    for numbers in ([0, 2, 3, 5, 6, 7, 8, 9, 10], [1, 4]) if some else ([*range(11)],):
+        rows = CpuRows(
+            host.expert_map, ids[numbers].int(), weights[numbers].float(), torch.tensor(numbers) if some else None
+        )
+        sums = host.calls.queue_rows(queue, host.executor, x, rows)
+        queue.wait()
+        given = Indexed(ids[numbers], weights[numbers], host.expert_map)
+        assert torch.equal(sums, host.executor.run(x[numbers], given, torch.empty(len(numbers), x.shape[1])))
+    assert len(host.calls.eager) == 3 and queue.allocated == 1, "pieces share memory, and few rows take that of many"
+    whole, want, kept = _queue(queue, host, 4, 1)
+    queue.wait()
+    assert torch.equal(whole, want) and kept, "a call of as many rows is another one"
 
 
 def test_a_captured_call_is_replayed_with_new_rows(tmp_path: Path) -> None:

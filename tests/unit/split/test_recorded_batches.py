@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from project import ROOT
 
@@ -47,7 +48,7 @@ class Recorded:
     def cpu_estimate(self, experts: int) -> float:
         """Of so many experts that the CPU computes in this batch."""
         shape, tokens = NAMED[self.row["shape"]], self.row["tokens"]
-        counts = dict.fromkeys(range(experts), tokens * shape.top_k / shape.experts)
+        counts = np.full(experts, tokens * shape.top_k / shape.experts)
         return choose_ways(counts, tokens, self.size, self.rates).cpu_alone_us
 
 

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 from typer.testing import CliRunner
@@ -29,7 +31,7 @@ from lancebill.numbers.unusual import unusual
 from lancebill.split import batch_maps, cpu_rows, large_batches, measure_rates, streamed
 from lancebill.split.batch_maps import wave_maps
 from lancebill.split.chosen_experts import ChosenExperts
-from lancebill.split.cpu_rows import expected_rows, padded, take_rows
+from lancebill.split.cpu_rows import expected_rows
 from lancebill.split.divide_batch import copy_unasked
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
@@ -41,6 +43,7 @@ from lancebill.testing.checkpoints import save
 
 RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200, sums_gbs=50)
 COSTS = WaveCosts(copy=1.0, pack=0.1, fixed=0.5)
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
 EXPERT = ExpertSize(bytes=10_000_000, flops=40_000_000, row_bytes=4096 * 6)
 
 
@@ -106,9 +109,8 @@ def test_copied_experts_give_what_the_cpu_gives(
     x, ids, weights = make_inputs(9)
     x, ids = x.float(), ids.long()
     ids[0, 1], ids[1, 0] = -1, SIZE.experts + 7
-    counts = ChosenExperts(ids.clamp(-1, SIZE.experts), SIZE.experts).counts(host.expert_map)
-    assert sum(counts.values()) == sum(int(host.expert_map[i]) >= 0 for i in ids.flatten() if 0 <= i < SIZE.experts)
-    slots, lane, total = sorted(counts), OrderedLane(), torch.zeros(x.shape)
+    used = {int(host.expert_map[i]) for i in ids.flatten() if 0 <= i < SIZE.experts} - {-1}
+    slots, lane, total = sorted(used), OrderedLane(), torch.zeros(x.shape)
     waves = waves_of(slots, stage.experts, COSTS)
     numbers = torch.full((SIZE.experts,), -1, dtype=torch.int32)
     for number, copied in enumerate(waves):
@@ -125,8 +127,8 @@ def test_copied_experts_give_what_the_cpu_gives(
 
 
 def test_the_first_wave_has_the_most_used_experts() -> None:
-    counts = {4: 2.0, 1: 9.0, 3: 5.0, 0: 1.0, 7: 5.0}
-    assert first_wave(counts, 2) == [1, 3] and first_wave({2: 1.0}, 5) == [2]
+    assert first_wave(np.array([1.0, 9, 0, 5, 2, 0, 0, 5]), 2) == [1, 3]
+    assert first_wave(np.array([0.0, 0, 1]), 5) == [2]
 
 
 class InstantQueue:
@@ -142,6 +144,9 @@ class InstantQueue:
 
     def gather(self, target: Tensor, sources: Sequence[Tensor]) -> None:
         target.copy_(torch.cat([source.reshape(-1).view(torch.uint8) for source in sources]))
+
+    def take_rows(self, target: Tensor, source: Tensor, numbers: Tensor) -> None:
+        torch.index_select(source, 0, numbers, out=target)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -170,45 +175,76 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, lane: OrderedLane, rates: Rates
     monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
 
 
-def test_rows_that_use_an_expert_of_the_cpu_are_chosen() -> None:
-    x, weights = torch.arange(6.0).unsqueeze(1), torch.rand(6, 2)
-    ids = torch.tensor([[0, 1], [2, 3], [-1, 3], [1, 0], [4, 2], [1, 4]])
-    expert_map = torch.tensor([-1, -1, 0, -1], dtype=torch.int32)
-    chosen = ChosenExperts(ids, 4)
-    assert len(chosen.rows(torch.full((4,), -1))) == 0 and chosen.rows(torch.arange(4)).tolist() == [0, 1, 2, 3, 4, 5]
-    used = chosen.rows(expert_map)
-    sent = take_rows(x, Indexed(ids, weights), torch.from_numpy(padded(used)), len(used))
-    assert sent.numbers[:2].tolist() == used.tolist() == [1, 4] and len(sent.numbers) % 64 == 0
-    assert sent.x[:2, 0].tolist() == [1.0, 4.0] and (sent.dispatch.ids[2:] == -1).all()
-    assert torch.equal(sent.dispatch.ids[:2], ids[[1, 4]]) and torch.equal(sent.dispatch.weights[:2], weights[[1, 4]])
-    sums = torch.zeros(len(sent.numbers), 1)
-    sums[:2] = 5.0
-    assert sent.add_to(torch.ones(6, 1), sums).flatten().tolist() == [1, 6, 1, 1, 6, 1]
+def chosen_by(ids: Tensor, weights: Tensor) -> ChosenExperts:
+    library = native.library()
+    assert library is not None
+    return ChosenExperts(library, ids.int(), weights)
 
 
-def test_maps_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_kernels
+@hypothesis.given(*(st.integers(1, most) for most in (9, 20, 4, 5)), st.integers(0, 1 << 30))
+def test_slots_are_counted_and_rows_taken_as_defined(
+    known: int, tokens: int, top_k: int, experts: int, seed: int
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, known + 1, (tokens, top_k), generator=g)  # the first and the last are no expert
+    weights, expert_map = (
+        torch.rand(tokens, top_k, generator=g),
+        torch.randint(-1, experts, (known,), generator=g).int(),
+    )
+    places = torch.cat([expert_map, torch.tensor([-1, -1])])[ids]  # -1 finds the last one
+    chosen = chosen_by(ids, weights)
+    want = [int((places == expert).sum()) for expert in range(experts)]
+    assert chosen.counts(expert_map, experts).tolist() == want
+    rows, room = (places >= 0).any(1).nonzero().flatten(), torch.zeros(tokens, dtype=torch.int32)
+    taken_ids, taken_weights = torch.full((tokens, top_k), 77, dtype=torch.int32), torch.zeros(tokens, top_k)
+    count = chosen.take(expert_map, room, taken_ids, taken_weights)
+    assert count == len(rows) and torch.equal(room[:count], rows.int())
+    assert torch.equal(taken_ids[:count], ids[rows].int()) and torch.equal(taken_weights[:count], weights[rows])
+    assert (taken_ids[count:] == 77).all(), "nothing is written behind them"
+
+
+@needs_kernels
+@pytest.mark.parametrize("sent", [0.5, 1.0])
+def test_rows_that_use_an_expert_of_the_cpu_are_sent(sent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
+    monkeypatch.setattr(cpu_rows, "MOST_SENT", sent)
+    room, weights = batch_maps.BatchMaps(3, 4, 8, 2, torch.device("cpu")), torch.rand(6, 2)
+    ids = torch.tensor([[0, 1], [2, 3], [-1, 3], [1, 0], [4, 2], [1, 2]])
+    chosen = chosen_by(ids, weights)
+    rows = room.cpu_rows(chosen, torch.tensor([0, -1, 2, 1]), (2, 1))
+    assert rows.expert_map.tolist() == [-1, -1, 2, 1]
+    used = [1, 2, 4, 5] if sent == 1 else list(range(6))
+    assert torch.equal(rows.ids, ids[used].int()) and torch.equal(rows.weights, weights[used])
+    total = rows.add_to(torch.ones(6, 1), torch.full((len(used), 1), 5.0))
+    assert total.flatten().tolist() == [6 if row in used else 1 for row in range(6)]
+    assert (rows.numbers is None) == (len(used) == 6)
+
+
+def test_places_of_copied_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
     room, expert_map = batch_maps.BatchMaps(4, 6, 3, 2, torch.device("cpu")), torch.tensor([-1, 3, 0, -1, 2, 1])
-    for waves, on_cpu, sent in (([(0, 1), (3,)], (2,), [5]), ([(1,), (2,)], (), []), ([(2, 3)], (3, 0), [1, 7, 8])):
-        places = room.write(expert_map, waves, 2, on_cpu)
-        room.add_rows(np.array(sent, dtype=np.intp))
-        numbers, rows = room.on_device()
-        assert places.tolist() == [slot if slot in on_cpu else -1 for slot in expert_map.tolist()]
+    for waves, on_cpu in (([(0, 1), (3,)], (2,)), ([(1,), (2,)], ()), ([(2, 3)], (3, 0))):
+        numbers = room.copied(expert_map, waves, 2, on_cpu)
         for wave, found in zip(waves, wave_maps(numbers, len(waves), 2).tolist()):
             ways = set(wave) - set(on_cpu)
             assert found == [wave.index(slot) if slot in ways else -1 for slot in expert_map.tolist()]
-        assert rows.tolist() == sent
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_and_flags_are_fetched_through_room_of_the_batch(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtypes", [(torch.int32, torch.float32), (torch.int64, torch.bfloat16)])
+def test_ids_weights_and_flags_are_fetched_through_room_of_the_batch(
+    dtypes: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_maps, "MailboxQueue", InstantQueue)
     room = batch_maps.BatchMaps(4, 6, 3, 2, torch.device("cpu"))
-    ids = torch.tensor([[5, 0], [-1, 3], [2, 1]], dtype=dtype)
-    assert room.fetch(ids).tolist() == ids.tolist() and room.fetch(ids[:1] + 9).tolist() == [[6, 6]]
-    assert [bool(room.fetch(torch.tensor(flag).int())) for flag in (True, False)] == [True, False]
+    ids, weights = torch.tensor([[5, 0], [-9, 3], [2, 7]], dtype=dtypes[0]), torch.rand(3, 2).to(dtypes[1])
+    for rows in (3, 1):
+        fetched = room.fetch(Indexed(ids[:rows], weights[:rows]))
+        assert [room.answer(torch.tensor(flag)) for flag in (True, False)] == [True, False]
+        assert fetched[0].tolist() == ids[:rows].clamp(-1, 6).tolist() and torch.equal(
+            fetched[1], weights[:rows].float()
+        )
+        assert fetched[0].dtype == torch.int32
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.9])
@@ -221,7 +257,7 @@ def test_the_number_of_rows_that_are_sent_is_expected(share: float) -> None:
     assert none == 0 and expected_rows(0, np.zeros(1)).tolist() == [0]
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 @pytest.mark.parametrize("sent", [0.0, 1.0], ids=["all rows", "some rows"])
 @pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("cpu_gbs", [1e-3, 15.0, 1e9], ids=["copied", "both", "computed"])
@@ -243,7 +279,7 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
         given = Indexed(ids, weights, layer.expert_map)
         with executor._maps(given) as maps:
             given = Indexed(ids, weights, maps.own)
-            counts = ChosenExperts(ids, SIZE.experts).counts(maps.host)
+            counts = chosen_by(ids, weights).counts(maps.host, executor.host.executor.problem.experts)
             large = executor.large_batches
             ways = choose_ways(counts, len(x), large.size, large._measured(x.device))
             assert bool(ways.cpu) == (cpu_gbs > 1) and bool(ways.streamed) == (cpu_gbs < 1e9)
@@ -268,7 +304,7 @@ class FullQueue(InstantQueue):
         FullQueue.joined += 1
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 def test_what_was_queued_for_the_cpu_is_waited_for_if_the_rest_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +323,7 @@ def test_what_was_queued_for_the_cpu_is_waited_for_if_the_rest_fails(
     assert FullQueue.joined == 1
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 @pytest.mark.parametrize("in_place", [False, True])
 def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
     in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -317,7 +353,7 @@ def test_waves_that_were_packed_on_a_wrong_assumption_are_packed_again(
     assert torch.equal(*found) and lane.copied % 3 == 0, "twice, then once"
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 def test_rates_are_measured_beside_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are measured with the buffers of batches, so neither a batch nor another thread may use them meanwhile."""
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
@@ -346,7 +382,7 @@ def test_rates_are_measured_beside_no_batch(tmp_path: Path, monkeypatch: pytest.
     assert measured == [True, True], "once for the batches, once for the threads"
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 def test_copies_begin_before_the_router_has_chosen_if_nearly_all_experts_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +398,7 @@ def test_copies_begin_before_the_router_has_chosen_if_nearly_all_experts_are_use
         assert list(copy_unasked(batch)) == copied and lane.copied == each * len(copied)
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 @pytest.mark.parametrize("cpu_gbs", [1e-3, 1e9], ids=["copied", "computed"])
 def test_the_host_is_timed_with_a_batch(cpu_gbs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
@@ -392,7 +428,7 @@ class PassedEvent:
         return 8.0 if end.asked else 16.0  # ms; copies that nothing runs beside meet a busy machine
 
 
-@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
     executor, lane = layer.executor, OrderedLane()
@@ -422,31 +458,31 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
 
 
 def test_the_fastest_division_is_chosen() -> None:
-    few = choose_ways(dict.fromkeys(range(4), 1.0), 1, EXPERT, RATES)
-    many = choose_ways(dict.fromkeys(range(64), 512.0), 8192, EXPERT, RATES)
+    few = choose_ways(np.ones(4), 1, EXPERT, RATES)
+    many = choose_ways(np.full(64, 512.0), 8192, EXPERT, RATES)
     assert not few.streamed, "few tokens: reading an expert is faster for the CPU than copying it"
     assert len(many.streamed) > 55, "many tokens: a copy takes as long as for few"
-    between = choose_ways({e: 1.0 + e for e in range(64)}, 600, EXPERT, RATES)
+    between = choose_ways(np.arange(1.0, 65), 600, EXPERT, RATES)
     assert between.cpu and between.streamed
     assert max(between.cpu) < min(between.streamed), "the CPU gets those with few tokens"
     assert between.estimate_us <= min(
-        choose_ways({e: 1.0 + e for e in range(64)}, 600, EXPERT, only).estimate_us
+        choose_ways(np.arange(1.0, 65), 600, EXPERT, only).estimate_us
         for only in (
             Rates(50, 1e-3, 1e-3, 200),  # all are copied
             Rates(1e-3, 150, 5000, 200),  # the CPU computes all
         )
     )
-    alone = choose_ways(dict.fromkeys(range(64), 512.0), 8192, EXPERT, replace(RATES, alone_gbs=55))
+    alone = choose_ways(np.full(64, 512.0), 8192, EXPERT, replace(RATES, alone_gbs=55))
     assert 0.9 < alone.copied_us / many.copied_us < 0.92, "copies are faster while the CPU reads nothing"
-    begun = choose_ways({e: 1.0 + e for e in range(64)}, 600, EXPERT, RATES, begun=(0, 1))
+    begun = choose_ways(np.arange(1.0, 65), 600, EXPERT, RATES, begun=(0, 1))
     assert len(begun.cpu) >= len(between.cpu) - 2 and {0, 1} <= {*begun.streamed}, "what is copied stays on the GPU"
-    assert choose_ways({3: 0.0, 4: 2.0}, 2, EXPERT, RATES).cpu == (4,)
-    assert choose_ways({}, 2, EXPERT, RATES).estimate_us == 0
+    assert choose_ways(np.array([0.0, 0, 0, 0, 2]), 2, EXPERT, RATES).cpu == (4,)
+    assert choose_ways(np.zeros(0), 2, EXPERT, RATES).estimate_us == 0
 
 
 def test_both_ways_must_save_more_than_estimates_are_wrong() -> None:
     """With little for the CPU to win, all experts are copied, or none."""
-    counts = dict.fromkeys(range(64), 240.0)
+    counts = np.full(64, 240.0)
     taken = choose_ways(counts, 2048, EXPERT, RATES)
     always = choose_ways(counts, 2048, EXPERT, RATES, worth=1.0)
     assert taken.streamed == tuple(range(64)) and taken.estimate_us == taken.copied_us
@@ -463,7 +499,7 @@ def test_no_other_division_is_faster_by_estimate(tokens: int) -> None:
     counts = sorted(torch.poisson(torch.full((96,), tokens / 16.0), generator=g).clamp(min=1).tolist())
     rates = replace(RATES, cpu_points=((1.0, 60.0), (8.0, 190.0), (64.0, 450.0)), wave_us=150.0, wave_experts=10)
     batch = _Batch(np.array(counts), tokens, EXPERT, rates)
-    found = choose_ways(dict(enumerate(counts)), tokens, EXPERT, rates, worth=1.0)
+    found = choose_ways(np.array(counts), tokens, EXPERT, rates, worth=1.0)
     assert found.estimate_us == batch.us.min() and len(batch.us) == 97
     assert found.rows == batch.rows[len(found.cpu)] <= tokens
 
@@ -472,8 +508,8 @@ def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
     rates = replace(RATES, cpu_points=((1.0, 100.0), (16.0, 130.0), (64.0, 610.0)))
     taken = rates.cpu_us(EXPERT, np.array([0.5, 1, 8.5, 16, 40, 64, 128, 2048]))
     assert taken.tolist() == [100, 100, 115, 130, 370, 610, 1250, 20450], "with half a token it is read whole"
-    pieces = choose_ways({0: 4096.0}, 4096, EXPERT, rates, worth=1.0)
-    whole = choose_ways({0: 2048.0}, 2048, EXPERT, rates, worth=1.0)
+    pieces = choose_ways(np.array([4096.0]), 4096, EXPERT, rates, worth=1.0)
+    whole = choose_ways(np.array([2048.0]), 2048, EXPERT, rates, worth=1.0)
     rows_us = EXPERT.row_bytes * 2048 * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
     assert pieces.cpu_alone_us == pytest.approx(2 * whole.cpu_alone_us - rates.call_us), "a piece reads experts again"
     assert whole.cpu_alone_us == pytest.approx(taken[-1] + rates.call_us + rows_us)

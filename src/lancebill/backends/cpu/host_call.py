@@ -89,6 +89,10 @@ class HostCall:
         probe.x = probe.out = probe.ids = ctypes.addressof(probe)
         return self.native.scratch_bytes(self.structs.layer, probe)
 
+    def take(self, ids: Tensor, weights: Tensor) -> None:
+        """From now on, compute only so many rows of `x`, with ids and weights that are elsewhere."""
+        self.work.tokens, self.work.ids, self.work.weights = len(ids), ids.data_ptr(), weights.data_ptr()
+
     @property
     def function(self) -> int:
         """The address of the host function."""

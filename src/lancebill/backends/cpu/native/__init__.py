@@ -79,6 +79,16 @@ class Library:
             self.raise_status(status)
         return not status
 
+    def count_slots(self, slots: abi.SlotsStruct, counts: Tensor) -> None:
+        """How many slots each expert has, in doubles."""
+        self.calls.lancebill_count_slots(ctypes.byref(slots), counts.numel(), counts.data_ptr())
+
+    def take_rows(self, slots: abi.SlotsStruct, rows: Tensor, ids: Tensor, weights: Tensor) -> int:
+        """Numbers, ids and weights of the rows with a slot of an expert, into room for all rows; how many they are."""
+        given = rows.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        taken: int = self.calls.lancebill_take_rows(ctypes.byref(slots), *given)
+        return taken
+
     def raise_status(self, status: int) -> NoReturn:
         text: bytes = self.calls.lancebill_status_text(status)
         raise LaunchError(f"CPU kernel call failed: {text.decode()}")
@@ -162,5 +172,9 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_watch.argtypes = [c_void_p]
     calls.lancebill_unwatch.argtypes = [c_void_p]
     calls.lancebill_unwatch.restype = None
+    calls.lancebill_count_slots.argtypes = [c_void_p, c_int32, c_void_p]
+    calls.lancebill_count_slots.restype = None
+    calls.lancebill_take_rows.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
+    calls.lancebill_take_rows.restype = c_int64
     calls.lancebill_host_call.argtypes = [c_void_p]
     calls.lancebill_host_call.restype = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 9
+ABI = 10
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -201,6 +201,19 @@ class MailboxStruct(Structure):
         ("request", c_void_p),
         ("done", c_uint32),
         ("late", c_uint32),
+    ]
+
+
+class SlotsStruct(Structure):
+    """The slots of a batch."""
+
+    _fields_ = [
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("tokens", c_int64),
+        ("top_k", c_int64),
+        ("expert_map", c_void_p),
+        ("mapped", c_int32),
     ]
 
 

@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 9
+#define LANCEBILL_ABI 10
 
 #ifdef __cplusplus
 extern "C" {
@@ -174,6 +174,15 @@ typedef struct lancebill_mailbox {
   uint32_t done;
   uint32_t late;  /* set by the GPU if it waited too long */
 } lancebill_mailbox;
+
+/* The slots of a batch, dense. */
+typedef struct lancebill_slots {
+  const int32_t *ids;        /* [tokens][top_k]; ids outside the map are no expert */
+  const float *weights;      /* [tokens][top_k] */
+  int64_t tokens, top_k;
+  const int32_t *expert_map; /* [mapped] expert of each id, or negative */
+  int32_t mapped;
+} lancebill_slots;
 
 /* The scoring functions of lancebill.moe.routing. */
 enum lancebill_scoring {
@@ -316,6 +325,13 @@ void lancebill_host_call(void *call); /* a lancebill_call */
 /* Serve a mailbox from now on. It must stay where it is until lancebill_unwatch has returned. */
 int32_t lancebill_watch(lancebill_mailbox *box);
 void lancebill_unwatch(lancebill_mailbox *box);
+
+/* How many slots each of the experts [experts] has. */
+void lancebill_count_slots(const lancebill_slots *slots, int32_t experts, double *counts);
+
+/* The rows with a slot of an expert: their numbers, ids and weights, one after the other; returns how many. There is
+ * room for all rows. */
+int64_t lancebill_take_rows(const lancebill_slots *slots, int32_t *rows, int32_t *ids, float *weights);
 
 /* Routes all tokens. Nothing is written unless it returns LANCEBILL_OK. */
 int32_t lancebill_route(const lancebill_routing *routing);
