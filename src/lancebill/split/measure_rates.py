@@ -20,7 +20,7 @@ from lancebill.numbers.unusual import assuming
 from lancebill.split.copy_lane import CudaLane
 from lancebill.split.host_calls import host_threads
 from lancebill.split.run_part import run_part
-from lancebill.split.streamed import Stage
+from lancebill.split.streamed import BUFFERS, Stage, copy_wave, pack_wave
 from lancebill.split.ways import Rates
 
 BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
@@ -80,25 +80,34 @@ def _both(
     return start.elapsed_time(end) / 1e3 / copies, median(times[:-1] or times)  # the last one outlasted the copies
 
 
-def _copies(
-    host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int
-) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
-    """Queue copies of waves of so many bytes: events before and after them, and their number."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    last = host.problem.experts - stage.experts
-    copies = min(_MOST_COPIES, max(1, _COPIED // wave))
-    start.record(lane.stream)
-    for i in range(copies):
-        _copy_wave(host, stage, lane, i * stage.experts % (last + 1))
-    end.record(lane.stream)
-    return start, end, copies
-
-
 def _alone(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int) -> float:
     """Seconds of the copy of a wave while the CPU computes nothing."""
     start, end, copies = _copies(host, stage, lane, wave)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / copies
+
+
+def _copies(
+    host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int
+) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Queue copies of waves of so many bytes, and their packing, because a batch's copies are not alone either.
+
+    Events before and after the copies, and the number of waves. Each has other experts than the one before, if there
+    are enough.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    held, each, starts = host.tensors.packed(), stage.experts, host.problem.experts - stage.experts + 1
+    firsts = [i * each % starts for i in range(min(_MOST_COPIES, max(1, _COPIED // wave)))]
+    waves = [range(first, first + each) for first in firsts]
+    lane.begin_batch()
+    start.record(lane.stream)
+    for number in range(BUFFERS):
+        copy_wave(stage, lane, held, waves, number)
+    with assuming():
+        for number in range(len(waves)):
+            pack_wave(stage, lane, held, waves, number)
+    end.record(lane.stream)
+    return start, end, len(waves)
 
 
 def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int, float]:
@@ -131,12 +140,6 @@ def _next_seconds(call: HostCall, experts: int, of: int) -> float:
     if of >= 2 * experts:
         call.ids.add_(experts).remainder_(of)
     return _seconds(call)
-
-
-def _copy_wave(host: CpuExecutor, stage: Stage, lane: CudaLane, first: int) -> None:
-    for matrix, tensors in host.tensors.packed().items():
-        for name, tensor in tensors.items():
-            lane.copy(stage.raw[0][matrix][name], 0, tensor, first, stage.experts)
 
 
 def _pack_seconds(stage: Stage) -> float:
