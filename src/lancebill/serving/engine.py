@@ -1,8 +1,9 @@
 """Continuous batching: one thread that runs the model; answers join and leave between two steps.
 
-Every step continues all running answers: those with a prompt left take a share of `STEP_TOKENS`, the others one token
-each. A prompt is shared out evenly, so that a short one does not wait for a long one. The first step after a pause
-waits a moment for requests that come together: one that just misses a step waits for all of it.
+Every step continues all running answers: those with a prompt left take a share of the tokens that a step reads, the
+others one token each. Prompts share evenly, so that a short one does not wait for a long one. How many tokens a step
+reads follows from how long steps take: answers under way, and those that come next, wait for it. The first step after a
+pause waits a moment for requests that come together: one that just misses a step waits for all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from lancebill.errors import QueueFull
 from lancebill.serving.ragged import Runner
 from lancebill.serving.sampling import Sampling, Token, choose
 
-STEP_TOKENS = 1024  # of prompts in one step: bounds how long the other answers wait
+STEP_SECONDS = 0.25  # how long a step that reads prompts may take, within the next two limits
+LEAST_STEP_TOKENS = 128  # of prompts: with fewer, reading the weights would take most of the time
+MOST_STEP_TOKENS = 1024
 GATHER_SECONDS = 0.05  # the longest that a first answer waits for others: too short to be noticed
 
 
@@ -96,6 +99,7 @@ class BatchEngine:
         self._running: list[Answer] = []
         self._changed = threading.Condition()
         self._arriving = 0  # requests
+        self._step_tokens = min(LEAST_STEP_TOKENS, MOST_STEP_TOKENS)  # of prompts in the next step
         self._stopping = False
         self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
@@ -191,17 +195,19 @@ class BatchEngine:
     def _step(self) -> None:
         answers = list(self._running)
         reading = sum(answer.read < len(answer.prompt) for answer in answers)
-        share = max(1, STEP_TOKENS // max(1, reading))
+        share = max(1, self._step_tokens // max(1, reading))
         tokens = [answer.pending(share) for answer in answers]
         for answer in answers:
             if answer.state is None:
                 answer.state = self._runner.new_sequence()
+        start, read_before = time.monotonic(), self._prompt_tokens
         try:
             logits = self._runner.step([answer.state for answer in answers], tokens)
             best = logits.argmax(-1).tolist()
         except (RuntimeError, MemoryError):  # out of memory, most likely: these answers are lost, later ones are not
             self._end(answers, End("error"))
             return
+        seconds = time.monotonic() - start
         self._steps += 1
         for row, answer in enumerate(answers):
             if answer.read < len(answer.prompt):
@@ -212,6 +218,13 @@ class BatchEngine:
             plain = answer.how.plain
             token = Token(best[row]) if plain else choose(logits[row], answer.how, answer.tokens, answer.source)
             self._take(answer, token)
+        self._fit_steps(self._prompt_tokens - read_before, seconds)
+
+    def _fit_steps(self, read: int, seconds: float) -> None:
+        """The next step reads as many tokens of prompts as `STEP_SECONDS` allow, if the last one read any."""
+        if read:
+            fitting = int(read * STEP_SECONDS / max(seconds, 1e-6))
+            self._step_tokens = min(max(fitting, LEAST_STEP_TOKENS), MOST_STEP_TOKENS)
 
     def _take(self, answer: Answer, token: Token) -> None:
         if not answer.tokens:

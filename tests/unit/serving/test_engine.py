@@ -22,8 +22,8 @@ VOCABULARY = 50
 class Counting:
     """Its next token is the sum of all tokens so far; remembers what each step held."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.steps = seconds, list[list[int]]()
+    def __init__(self, seconds: float = 0.0, seconds_per_token: float = 0.0) -> None:
+        self.seconds, self.seconds_per_token, self.steps = seconds, seconds_per_token, list[list[int]]()
         self.fail_at: int | None = None
 
     def new_sequence(self) -> list[int]:
@@ -33,7 +33,7 @@ class Counting:
         self.steps.append([len(each) for each in tokens])
         if len(self.steps) == self.fail_at:
             raise RuntimeError("out of memory")
-        time.sleep(self.seconds)
+        time.sleep(self.seconds + self.seconds_per_token * sum(map(len, tokens)))
         logits = torch.zeros(len(tokens), VOCABULARY)
         for row, (sequence, new) in enumerate(zip(sequences, tokens)):
             sequence.extend(new)
@@ -77,7 +77,7 @@ def running(model: Counting, ends: Sequence[int] = (), **limits: int) -> BatchEn
 
 
 def test_answers_that_join_and_leave_are_those_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "STEP_TOKENS", 8)
+    monkeypatch.setattr(engines, "MOST_STEP_TOKENS", 8)
     model = Counting(0.001)
     engine = running(model, ends=[30], running=4, cached_tokens=100)
     answers = [Followed(range(1, 2 + i * 3 % 17), 1 + i * 5 % 11) for i in range(20)]
@@ -92,7 +92,7 @@ def test_answers_that_join_and_leave_are_those_given_alone(monkeypatch: pytest.M
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "STEP_TOKENS", 10)
+    monkeypatch.setattr(engines, "MOST_STEP_TOKENS", 10)
     model = Counting()
     engine = BatchEngine(model, Limits(4096))
     long, short = Followed([1] * 100, 1), Followed([1] * 8, 2)
@@ -101,6 +101,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
     long.wait()
     assert model.steps[:4] == [[5, 5], [5, 3], [10, 1], [10]]
     engine.stop(5)
+
+
+def test_a_step_reads_as_much_of_a_prompt_as_its_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "STEP_SECONDS", 0.06)
+    for seconds_per_token, most in ((1e-6, 1024), (2e-4, 300), (1e-3, 128)):
+        model = Counting(seconds_per_token=seconds_per_token)
+        engine = BatchEngine(model, Limits(4096))
+        under_way, long = Followed([1], 4096), Followed([1] * 3000, 1)
+        engine.submit([under_way, long])
+        engine.start()
+        long.wait()
+        engine.stop(5)
+        reading = [step[1] for step in model.steps if len(step) == 2][:-1]
+        assert max(reading) <= most and min(reading) >= 63  # two prompts share the first 128
+        assert most == 300 or max(reading) == most
 
 
 def test_answers_that_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
