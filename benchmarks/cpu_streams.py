@@ -1,13 +1,15 @@
 """A model of the demo's size on a CPU: native steps of several rows, and one and several streams of its server.
 
-    python benchmarks/cpu_streams.py [--model FOLDER] [--rows 1,2,4,8] [--streams 8] [--turns 3] [--tokens 48]
+    python benchmarks/cpu_streams.py [--model FOLDER] [--rows 1,2,4,8] [--streams 8,32] [--turns 3] [--tokens 48]
                                      [--steps 20] [--threads N] [--out FILE] [--note WORDS]
 
 Without `--model` the model has random weights, with experts in MXFP4 and all else in bf16 as the demo's. `steps` are
 milliseconds of one native step with so many sequences, in turns. `prompts` are those of the first step of one and of
 several prompts, native and of the model's own operators, and `most_tokens` up to how many tokens native ones are used;
-`split` says what takes the time of each native step. `served` is what `lancebill bench-serve` measures,
-with one stream and with several in turns, of `lancebill serve` on as many threads; prompts have 16 words.
+`split` says what takes the time of each native step. `served` is what `lancebill bench-serve` measures, with one stream
+and with several in turns, of `lancebill serve` on as many threads; prompts have 16 words. In `first_token` the last
+first token of several streams is compared with the first one of the same streams, and with that of a stream alone.
+`long_prompt` has the largest time between two tokens of streams under way while a long prompt is read.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +37,7 @@ from lancebill.cli.convert import run_conversion, target_of
 from lancebill.cli.engines import running_server
 from lancebill.cli.models import small_steps
 from lancebill.errors import LaunchError
-from lancebill.evaluate.load import Load, run_load
+from lancebill.evaluate.load import Load, Request, Server, run_load, send
 from lancebill.integrations.transformers.native_decoder import NativeDecoder
 from lancebill.integrations.transformers.native_limit import NO_LIMIT
 from lancebill.serving.ragged import RaggedModel, runner
@@ -47,6 +50,8 @@ SIZE = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 WORDS, PROMPT = 16, 16  # of a prompt to the server; tokens before the first timed step
+BESIDE, BESIDE_TOKENS = 4, 400  # streams beside a long prompt, and their tokens at most
+BESIDE_SECONDS = 2  # before it
 
 
 def main() -> None:
@@ -91,7 +96,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint with a tokenizer; default: random weights")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8])
-    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--streams", type=numbers, default=[8, 32], help="the first number is also that of prompts")
+    parser.add_argument("--long-prompt", type=int, default=2000, help="its words")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each number of rows, in each turn")
@@ -170,7 +176,7 @@ def prompt_times(steps: RaggedModel, chosen: argparse.Namespace) -> list[dict[st
     assert steps.small is not None
     before, steps.small.most_tokens = steps.small.most_tokens, NO_LIMIT
     found = []
-    for count in (1, chosen.streams):
+    for count in (1, chosen.streams[0]):
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(2 * chosen.turns):
             for name, way in ways.items():
@@ -188,7 +194,7 @@ def split_times(steps: RaggedModel, decoder: NativeDecoder, chosen: argparse.Nam
     return [
         {"sequences": count, "tokens": tokens, **split_of(steps, decoder, count, tokens, chosen.steps)}
         for tokens in (1, PROMPT)
-        for count in (1, chosen.streams)
+        for count in (1, chosen.streams[0])
     ]
 
 
@@ -222,23 +228,63 @@ class Calls:
 
 def served(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """What bench-serve says of one stream and of several, and how much more several give."""
-    runs: dict[int, list[dict[str, Any]]] = {1: [], chosen.streams: []}
+    runs: dict[int, list[dict[str, Any]]] = {streams: [] for streams in (1, *chosen.streams)}
     with running_server([str(folder), "--engine", "transformers", "--device", "cpu"]) as url:
-        run_load(url, Load(WORDS, 8, chosen.streams, chosen.streams))  # warm-up
+        run_load(url, Load(WORDS, 8, max(runs), max(runs)))  # warm-up
         for turn in range(chosen.turns):
             for streams, found in runs.items():
                 found.append(run_load(url, Load(WORDS, chosen.tokens, streams, streams, seed=turn)))
                 print(json.dumps(found[-1]), flush=True)
-    rate, last = (
-        {streams: statistics.median(value(run) for run in found) for streams, found in runs.items()}
-        for value in (lambda run: run["tokens_per_second"], lambda run: run["time_to_first_token_ms"]["p99"])
-    )
+        beside = long_prompt(url, chosen.long_prompt)
+    rate = {streams: statistics.median(run["tokens_per_second"] for run in found) for streams, found in runs.items()}
     return {
-        "streams": chosen.streams,
         "tokens_per_second": {str(streams): round(found, 2) for streams, found in rate.items()},
-        "throughput": round(rate[chosen.streams] / rate[1], 2),
-        "last_first_token": round(last[chosen.streams] / last[1], 2),
+        "throughput": {str(streams): round(rate[streams] / rate[1], 2) for streams in chosen.streams},
+        "first_token": {str(streams): first_tokens(runs[streams], runs[1]) for streams in chosen.streams},
+        "long_prompt": beside,
         "runs": {str(streams): found for streams, found in runs.items()},
+    }
+
+
+def first_tokens(several: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the runs; no run has 100 streams, so the 99th percentile is the last of them."""
+    times, one = ([run["time_to_first_token_ms"] for run in runs] for runs in (several, alone))
+    last, lone = (statistics.median(each["p99"] for each in values) for values in (times, one))
+    return {
+        "last_ms": round(last, 1),
+        "over_first": round(statistics.median(each["p99"] / each["min"] for each in times), 2),
+        "over_lone": round(last / lone, 2),
+    }
+
+
+def long_prompt(url: str, words: int) -> dict[str, Any]:
+    """Streams under way while a long prompt is read: the largest gap between two of their tokens."""
+    server = Server(url)
+    model, found = server.model(), list[Request]()
+
+    def follow(seed: int) -> None:
+        found.append(send(server, model, Load(WORDS, 1, 1, 1, seed).prompt(0), BESIDE_TOKENS))
+
+    threads = [threading.Thread(target=follow, args=[seed], daemon=True) for seed in range(BESIDE)]
+    for thread in threads:
+        thread.start()
+    time.sleep(BESIDE_SECONDS)
+    long = send(server, model, Load(words, 1, 1, 1).prompt(0), 1)
+    for thread in threads:
+        thread.join()
+    before, during = list[float](), list[float]()
+    for request in found:
+        for start, end in zip(request.arrivals, request.arrivals[1:]):
+            if end < long.sent:
+                before.append(end - start)
+            elif start < long.arrivals[0]:
+                during.append(end - start)
+    return {
+        "words": words,
+        "first_token_ms": round(1e3 * long.time_to_first_token, 1),
+        "streams": BESIDE,
+        "gap_before_ms": round(1e3 * statistics.median(before), 1),
+        "largest_gap_ms": round(1e3 * max(during), 1),
     }
 
 

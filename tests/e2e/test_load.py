@@ -181,5 +181,5 @@ def test_the_server_counts_tokens_if_it_can(url: str, monkeypatch: pytest.Monkey
 
 def test_percentiles_use_the_nearest_rank() -> None:
     found = percentiles([i / 1000 for i in range(1, 101)])
-    assert found == pytest.approx({"mean": 50.5, "p50": 50, "p90": 90, "p99": 99})
+    assert found == pytest.approx({"min": 1, "mean": 50.5, "p50": 50, "p90": 90, "p99": 99})
     assert percentiles([0.002])["p99"] == 2

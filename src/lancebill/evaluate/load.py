@@ -78,7 +78,7 @@ def run_load(
                 index = next(indices, None)
             if index is None:
                 return
-            requests.append(_send(server, model, load.prompt(index), load.output_len))
+            requests.append(send(server, model, load.prompt(index), load.output_len))
             progress(1)
 
     start = time.perf_counter()
@@ -111,11 +111,11 @@ def summarize_requests(model: str, requests: list[Request], seconds: float) -> d
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Mean and nearest-rank percentiles, converted from seconds to milliseconds."""
+    """Least, mean and nearest-rank percentiles, converted from seconds to milliseconds."""
     if not values:
         return {}
     ordered = sorted(values)
-    result = {"mean": 1e3 * sum(ordered) / len(ordered)}
+    result = {"min": 1e3 * ordered[0], "mean": 1e3 * sum(ordered) / len(ordered)}
     for p in PERCENTILES:
         result[f"p{p}"] = 1e3 * ordered[min(len(ordered) - 1, -(-p * len(ordered) // 100) - 1)]
     return result
@@ -153,7 +153,7 @@ class Server:
         return connection.getresponse()
 
 
-def _send(server: Server, model: str, prompt: str, tokens: int) -> Request:
+def send(server: Server, model: str, prompt: str, tokens: int) -> Request:
     """Send one streaming chat request and record when its tokens arrive."""
     body = {
         "model": model,
