@@ -17,7 +17,9 @@ CPU and `idle_gpu_us` its GPU part alone, so the difference is what the way to t
 `split_us` with CUDA's host functions in the place of mailboxes.
 
 `prefill`, with half of the experts on the GPU: `prefill_us` as planned, `cpu_us` with all missing experts on the CPU,
-`copied_us` with all copied, `both_us` with the best division of both ways however little it saves by estimate;
+`copied_us` with all copied, `both_us` with the best division of both ways however little it saves by estimate; each
+is measured after a call of its own kind. `asked_us` is the time of the CPU's part inside the planned call, by the
+library's own clock, and `share_us` the estimate of that part from the start of the call to its sums on the GPU.
 `lane_gbs` is the rate of the layer's own copies alone, `alone_us` the time of the CPU's part without a GPU; `beside_us`
 and `beside_gbs` are those of both at work (batches of one call of the CPU); `wire_us` is the bytes of missing experts /
 the rate of pinned copies (`wire_gbs`, of the same run), `together_us` the time of the CPU and the wire together,

@@ -257,7 +257,7 @@ def test_a_failed_move_is_told_once_and_the_layer_computes(folder: Path, monkeyp
 
 def test_large_batches_see_where_experts_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some experts are copied for the batch, by the map of the call."""
-    both = Rates(copy_gbs=50, cpu_gbs=50, cpu_gflops=5000, pack_gbs=200, call_us=0, wait_us=0, sums_gbs=1e9)
+    both = Rates(copy_gbs=50, cpu_gbs=50, cpu_gflops=5000, pack_gbs=200, call_us=0, wait_us=0)
     for name, value in {"measure_rates": lambda *given: both, "_RATES": {}, "_STAGES": {}}.items():
         monkeypatch.setattr(large_batches, name, value)
     whole, split = load(folder, SIZE.experts), load(folder)

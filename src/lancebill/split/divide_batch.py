@@ -27,7 +27,7 @@ from lancebill.split.waves import shortest_wave, waves_of
 from lancebill.split.ways import ExpertSize, Numbers, Rates, Ways, choose_ways, used_share
 
 NEARLY_ALL = 0.9  # of the experts are used, if a router chooses all equally often
-_TIMES = 5
+_TIMES = 9
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
 # Tokens of an expert: it is read; part of a tile; a whole one; computing takes longer than reading; and about the most
 # with which the CPU is still worth asking, because a line drawn further misleads.
 COUNTS = (1, 8, 16, 64, 128)
-_EXPERTS = 12  # of a call, at least; the next call uses others, which are not in the CPU's caches
+_EXPERTS = 16  # of a call; the next call uses others, which are not in the CPU's caches
 _COPIED = 2 << 30  # bytes that are copied while the CPU computes, so that copies outlast the longest call
 _MOST_COPIES = 64  # waves
 _BEST_OF = 3
@@ -43,21 +43,22 @@ def measure_rates(
     points: list[tuple[float, float]] = []
     copies: list[float] = []
     for count in COUNTS:
-        call, experts, tokens = _call(host, count)
+        call, experts = _call(host, count)
         _seconds(call)
         copy_s, cpu_s = _both(host, stage, lane, wave, partial(_next_seconds, call, experts, host.problem.experts))
         copies.append(copy_s)
         least = points[-1][1] if points else 0.0  # more tokens never take less time
-        points.append((tokens, max(least, cpu_s * 1e6 / experts)))
+        points.append((float(count), max(least, cpu_s * 1e6 / experts)))
     pack_s = min(_pack_seconds(stage) for _ in range(_BEST_OF))
     short, long = (_wave_seconds(stage, tokens, lane.device) for tokens in BATCHES)
     slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
-    beside_s = median(copies)
+    beside_s, alone_s = median(copies), _alone(host, stage, lane, wave)
     rates = Rates(
         copy_gbs=wave / beside_s / 1e9,
         cpu_gbs=each / points[0][1] / 1e3,
         cpu_gflops=points[-1][0] * flops / points[-1][1] / 1e3,
-        alone_gbs=wave / min(beside_s, _alone(host, stage, lane, wave)) / 1e9,  # alone they are not slower
+        alone_gbs=wave / min(beside_s, alone_s) / 1e9,  # alone they are not slower
+        run_us=_run_us(host, stage, lane, wave, alone_s),
         pack_gbs=wave / pack_s / 1e9,
         wave_us=max(0.0, short - slope * BATCHES[0]) * 1e6,
         token_us=slope * 1e6,
@@ -80,25 +81,33 @@ def _both(
     return start.elapsed_time(end) / 1e3 / copies, median(times[:-1] or times)  # the last one outlasted the copies
 
 
-def _alone(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int) -> float:
+def _alone(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, step: int = 1) -> float:
     """Seconds of the copy of a wave while the CPU computes nothing."""
-    start, end, copies = _copies(host, stage, lane, wave)
+    start, end, copies = _copies(host, stage, lane, wave, step)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / copies
 
 
+def _run_us(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, alone_s: float) -> float:
+    """How much longer copies take for every expert that has no neighbour."""
+    if stage.experts == 1 or host.problem.experts < 2 * stage.experts:
+        return 0.0
+    return max(0.0, _alone(host, stage, lane, wave, step=2) - alone_s) * 1e6 / (stage.experts - 1)
+
+
 def _copies(
-    host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int
+    host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, step: int = 1
 ) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
     """Queue copies of waves of so many bytes, and their packing, because a batch's copies are not alone either.
 
     Events before and after the copies, and the number of waves. Each has other experts than the one before, if there
-    are enough.
+    are enough: every expert from the first on, or every second.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    held, each, starts = host.tensors.packed(), stage.experts, host.problem.experts - stage.experts + 1
-    firsts = [i * each % starts for i in range(min(_MOST_COPIES, max(1, _COPIED // wave)))]
-    waves = [range(first, first + each) for first in firsts]
+    held, size = host.tensors.packed(), stage.experts * step
+    starts = host.problem.experts - size + 1
+    firsts = [i * size % starts for i in range(min(_MOST_COPIES, max(1, _COPIED // wave)))]
+    waves = [range(first, first + size, step) for first in firsts]
     lane.begin_batch()
     start.record(lane.stream)
     for number in range(BUFFERS):
@@ -110,21 +119,23 @@ def _copies(
     return start, end, len(waves)
 
 
-def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int, float]:
-    """A call in which each of some experts has about this many tokens; how many experts, and the tokens of each."""
-    problem, threads = host.problem, host_threads().count
-    experts = min(problem.experts, problem.top_k * -(-_EXPERTS // problem.top_k))
-    used = min(problem.top_k, experts)  # of a row's slots
-    rows = -(-count * experts // used)
-    shape = HostShape(rows, problem.input.storage, torch.int32, torch.float32, threads)
+def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int]:
+    """A call in which each of some experts has this many tokens, and how many experts.
+
+    Each row uses one of them, as most rows of a batch whose other experts are on the GPU. Zeros would draw less power.
+    """
+    problem = host.problem
+    experts = min(problem.experts, _EXPERTS)
+    rows = count * experts
+    shape = HostShape(rows, problem.input.storage, torch.int32, torch.float32, host_threads().count)
     places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
     places[places >= problem.experts] = -1
     call = host.host_call(shape, places, lambda size: torch.zeros(size, dtype=torch.uint8, device="cpu"))
-    call.x.zero_()
+    call.x.copy_(torch.linspace(-1, 1, problem.hidden, device="cpu"))
     call.weights.fill_(1.0)
-    slots = torch.arange(rows * problem.top_k, device="cpu") % max(experts, problem.top_k)
-    call.ids.copy_(slots.view_as(call.ids))
-    return call, experts, rows * used / experts
+    call.ids.fill_(-1)
+    call.ids[:, 0] = torch.arange(rows, device="cpu") % experts
+    return call, experts
 
 
 def _seconds(call: HostCall) -> float:
@@ -138,7 +149,7 @@ def _seconds(call: HostCall) -> float:
 def _next_seconds(call: HostCall, experts: int, of: int) -> float:
     """With other experts than in the last call, if there are enough."""
     if of >= 2 * experts:
-        call.ids.add_(experts).remainder_(of)
+        call.ids[:, 0].add_(experts).remainder_(of)
     return _seconds(call)
 
 

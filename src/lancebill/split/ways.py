@@ -22,7 +22,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """One expert: bytes in host memory, operations for a token; and bytes of a token's row to the CPU and back."""
+    """One expert: bytes in host memory, operations for a token; and bytes of a token's sums from the CPU."""
 
     bytes: int
     flops: int
@@ -44,8 +44,9 @@ class Rates:
     wait_us: float = 300.0  # until the first copies are queued
     divide_us: float = 500.0  # from then until the CPU has its rows, if it has only some experts
     alone_gbs: float = 0.0  # as `copy_gbs`, while the CPU computes nothing; 0: not measured
-    sums_gbs: float = 20.0  # sums of rows, however few of the CPU's experts they use: fitted to measured calls
-    cpu_points: tuple[tuple[float, float], ...] = ()  # tokens of an expert, ascending, and the us that the CPU takes
+    run_us: float = 0.0  # that copies take longer for every piece of neighbouring experts but the first
+    # Tokens of an expert, ascending, and the us that the CPU takes, if each row has only one expert of the CPU.
+    cpu_points: tuple[tuple[float, float], ...] = ()
 
     def cpu_us(self, size: ExpertSize, tokens: Numbers) -> Numbers:
         """The CPU's time for experts with so many tokens: on the line through the two nearest points.
@@ -121,7 +122,7 @@ class _Batch:
 
     def _cpu_us(self) -> Numbers:
         rates, rows = self.rates, self.rows
-        row_us = self.size.row_bytes * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
+        row_us = 1.5 * self.size.row_bytes / rates.copy_gbs / 1e3  # there in 16 bits, back in 32
         us = rates.call_us + rows * row_us
         us[:-1] += rates.wait_us + rates.divide_us
         for pieces in range(1, math.ceil(self.tokens / MOST_ROWS) + 1):
@@ -141,7 +142,9 @@ class _Batch:
         last = costs.fixed + costs.pack * min([most, *last_waves(most, costs)])  # it comes after all copies
         # Rows come back over the same wire as the copies, so they delay both ways.
         rows_us = self.rows * self.size.row_bytes / rates.copy_gbs / 1e3
-        us: Numbers = rates.wait_us + last + rows_us + copied * max(costs.copy, gpu_us)
+        # The CPU's experts lie anywhere among the others.
+        runs_us = rates.run_us * copied * (len(self.counts) - copied) / max(1, len(self.counts))
+        us: Numbers = rates.wait_us + last + rows_us + runs_us + copied * max(costs.copy, gpu_us)
         if rates.alone_gbs:  # with nothing for the CPU to read
             us[0] = rates.wait_us + last + copied[0] * max(self.size.bytes / rates.alone_gbs / 1e3, gpu_us)
         us[-1] = 0.0

@@ -32,7 +32,8 @@ class Recorded:
     @cached_property
     def rates(self) -> Rates:
         points = tuple((tokens, us) for tokens, us in self.row["rates"]["cpu_points"])
-        return Rates(**self.row["rates"] | {"cpu_points": points})
+        known = {name: rate for name, rate in self.row["rates"].items() if name in Rates.__dataclass_fields__}
+        return Rates(**known | {"cpu_points": points})
 
     @cached_property
     def size(self) -> ExpertSize:

@@ -41,7 +41,7 @@ from lancebill.split.waves import WaveCosts, waves_of
 from lancebill.split.ways import BOTH_WORTH, ExpertSize, Rates, _Batch, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
-RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200, sums_gbs=50)
+RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200)
 COSTS = WaveCosts(copy=1.0, pack=0.1, fixed=0.5)
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
 EXPERT = ExpertSize(bytes=10_000_000, flops=40_000_000, row_bytes=4096 * 6)
@@ -269,9 +269,7 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
     layer, whole = (
         RoutedExperts.from_checkpoint(folder, 0, gpu_experts=number, moves=moves) for number in (1, SIZE.experts)
     )
-    without_gpu(
-        monkeypatch, OrderedLane(), Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0, sums_gbs=1e9)
-    )
+    without_gpu(monkeypatch, OrderedLane(), Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0))
     executor = layer.executor
     assert isinstance(executor, SplitExecutor) and layer.expert_map is not None
     for seed in range(3):
@@ -314,7 +312,7 @@ def test_what_was_queued_for_the_cpu_is_waited_for_if_the_rest_fails(
     assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
     places = layer.host_experts.expert_map
     assert layer.expert_map is not None and places is not None
-    both = Rates(10.0, 15.0, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0, sums_gbs=1e9)
+    both = Rates(10.0, 15.0, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0)
     without_gpu(monkeypatch, OrderedLane(), both)
     monkeypatch.setattr(large_batches, "SideStream", FullQueue)
     x, ids, weights = make_inputs(9)
@@ -449,12 +447,32 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
     assert many >= few > 0
     assert lane.copied == 6 * 64 * each, "beside five calls, and alone"
     assert rates.alone_gbs == rates.copy_gbs, "alone they are not slower"
-    call, experts, tokens = measure_rates._call(host, 16)
-    counts = torch.bincount(call.ids.flatten().long(), minlength=experts)
-    assert (counts[:experts] == tokens).all() and experts == host.problem.experts
-    first = call.ids.clone()
+    call, experts = measure_rates._call(host, 16)
+    counts = torch.bincount(call.ids[:, 0].long(), minlength=experts)
+    assert (counts == 16).all() and experts == host.problem.experts and (call.ids[:, 1:] == -1).all()
+    first = call.ids[:, 0].clone()
     assert measure_rates._next_seconds(call, 2, 8) > 0
-    assert torch.equal(call.ids, (first + 2) % 8), "other experts, so that they are not in a cache"
+    assert torch.equal(call.ids[:, 0], (first + 2) % 8), "other experts, so that they are not in a cache"
+
+
+@needs_kernels
+def test_experts_without_neighbours_take_longer_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=0)
+    executor, lane, pieces = layer.executor, OrderedLane(), list[int]()
+    assert isinstance(executor, SplitExecutor) and isinstance(executor.host.executor, CpuExecutor)
+    host, each = executor.host.executor, expert_size(executor.host.executor).bytes
+    monkeypatch.setattr(streamed, "WAVE_BYTES", 2 * each)
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+    monkeypatch.setattr(PassedEvent, "elapsed_time", lambda start, end: float(len(pieces)))  # ms
+    copy = lane.copy
+    vars(lane).update(stream=None, copy=lambda *given: (pieces.append(given[4]), copy(*given)))
+    stage = Stage.make(executor.own, host, torch.device("cpu"))
+    alone_s = measure_rates._alone(host, stage, lane, 2 * each)  # type: ignore[arg-type]
+    pairs = len(pieces)
+    assert set(pieces) == {2} and alone_s == pytest.approx(pairs / 64 / 1e3)
+    run_us = measure_rates._run_us(host, stage, lane, 2 * each, alone_s)  # type: ignore[arg-type]
+    assert set(pieces[pairs:]) == {1} and len(pieces) == 3 * pairs, "one by one"
+    assert run_us == pytest.approx((3 * pairs - pairs) / 64 * 1e3)
 
 
 def test_the_fastest_division_is_chosen() -> None:
@@ -504,13 +522,21 @@ def test_no_other_division_is_faster_by_estimate(tokens: int) -> None:
     assert found.rows == batch.rows[len(found.cpu)] <= tokens
 
 
+def test_pieces_of_neighbouring_experts_take_time() -> None:
+    counts, pieces = np.full(64, 240.0), replace(RATES, run_us=30.0)
+    more = _Batch(counts, 2048, EXPERT, pieces).stream_us - _Batch(counts, 2048, EXPERT, RATES).stream_us
+    assert more[0] == more[-1] == 0, "all copied are one piece"
+    assert more[32] == pytest.approx(30 * 16), "half of them, at random: every second one begins a piece"
+    assert choose_ways(counts, 2048, EXPERT, pieces).copied_us == choose_ways(counts, 2048, EXPERT, RATES).copied_us
+
+
 def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
     rates = replace(RATES, cpu_points=((1.0, 100.0), (16.0, 130.0), (64.0, 610.0)))
     taken = rates.cpu_us(EXPERT, np.array([0.5, 1, 8.5, 16, 40, 64, 128, 2048]))
     assert taken.tolist() == [100, 100, 115, 130, 370, 610, 1250, 20450], "with half a token it is read whole"
     pieces = choose_ways(np.array([4096.0]), 4096, EXPERT, rates, worth=1.0)
     whole = choose_ways(np.array([2048.0]), 2048, EXPERT, rates, worth=1.0)
-    rows_us = EXPERT.row_bytes * 2048 * (1 / rates.copy_gbs + 1 / rates.sums_gbs) / 1e3
+    rows_us = 1.5 * EXPERT.row_bytes * 2048 / rates.copy_gbs / 1e3
     assert pieces.cpu_alone_us == pytest.approx(2 * whole.cpu_alone_us - rates.call_us), "a piece reads experts again"
     assert whole.cpu_alone_us == pytest.approx(taken[-1] + rates.call_us + rows_us)
 
