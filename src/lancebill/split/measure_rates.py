@@ -50,8 +50,9 @@ def measure_rates(
         least = points[-1][1] if points else 0.0  # more tokens never take less time
         points.append((float(count), max(least, cpu_s * 1e6 / experts)))
     pack_s = min(_pack_seconds(stage) for _ in range(_BEST_OF))
-    short, long = (_wave_seconds(stage, tokens, lane.device) for tokens in BATCHES)
-    slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
+    one_us, one_token_us = _wave_line(stage, 1, lane.device)
+    all_us, all_token_us = _wave_line(stage, stage.experts, lane.device)
+    others = max(1, stage.experts - 1)
     beside_s, alone_s = median(copies), _alone(host, stage, lane, wave)
     rates = Rates(
         copy_gbs=wave / beside_s / 1e9,
@@ -60,8 +61,10 @@ def measure_rates(
         alone_gbs=wave / min(beside_s, alone_s) / 1e9,  # alone they are not slower
         run_us=_run_us(host, stage, lane, wave, alone_s),
         pack_gbs=wave / pack_s / 1e9,
-        wave_us=max(0.0, short - slope * BATCHES[0]) * 1e6,
-        token_us=slope * 1e6,
+        wave_us=one_us,
+        token_us=one_token_us,
+        expert_us=max(0.0, all_us - one_us) / others,
+        expert_token_us=max(0.0, all_token_us - one_token_us) / others,
         wave_experts=stage.experts,
         cpu_points=tuple(points),
     )
@@ -162,15 +165,22 @@ def _pack_seconds(stage: Stage) -> float:
     return time.perf_counter() - start
 
 
-def _wave_seconds(stage: Stage, tokens: int, device: torch.device) -> float:
-    """The GPU's experts of one wave, with its share of a batch, and its addition to the batch's total."""
+def _wave_line(stage: Stage, experts: int, device: torch.device) -> tuple[float, float]:
+    """Microseconds in which the GPU computes a wave of so many experts: of no tokens, and for each of the batch."""
+    short, long = (_wave_seconds(stage, experts, tokens, device) * 1e6 for tokens in BATCHES)
+    slope = max(0.0, (long - short) / (BATCHES[1] - BATCHES[0]))
+    return max(0.0, short - slope * BATCHES[0]), slope
+
+
+def _wave_seconds(stage: Stage, experts: int, tokens: int, device: torch.device) -> float:
+    """Some experts of a wave, with their share of a batch, and their addition to the batch's total."""
     problem = stage.problem
     x = torch.zeros(tokens, problem.hidden, dtype=problem.input.storage, device=device)
     total = torch.zeros_like(x, dtype=torch.float32)
     slots = torch.arange(tokens * problem.top_k, dtype=torch.int32, device=device)
     ids = (slots % problem.global_experts).view(tokens, problem.top_k)
     places = torch.arange(problem.global_experts, dtype=torch.int32, device=device)
-    places[places >= stage.experts] = -1
+    places[places >= experts] = -1
     dispatch, best = Indexed(ids, torch.ones_like(ids, dtype=torch.float32)), float("inf")
     for _ in range(_BEST_OF):
         torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class WaveCosts:
-    """Microseconds: an expert's copy, its packing on the GPU, and what the GPU does for a wave of any size."""
+    """Microseconds: an expert's copy, what the GPU does for it, and what the GPU does for a wave of any size."""
 
     copy: float
     pack: float

@@ -37,8 +37,10 @@ class Rates:
     cpu_gbs: float  # bytes of experts with one token
     cpu_gflops: float  # experts with many tokens
     pack_gbs: float  # bytes that the GPU brings into its own layout
-    wave_us: float = 0.0  # that the GPU computes the experts of one wave, of no tokens
+    wave_us: float = 0.0  # that the GPU computes a wave of one expert, of no tokens
     token_us: float = 0.0  # and for each token of the batch
+    expert_us: float = 0.0  # for each further expert of the wave, likewise
+    expert_token_us: float = 0.0
     wave_experts: int = 1
     call_us: float = 100.0  # to the CPU and back
     wait_us: float = 300.0  # until the first copies are queued
@@ -70,7 +72,8 @@ class Rates:
     def wave_costs(self, size: ExpertSize, tokens: int) -> WaveCosts:
         """Of waves of a batch with so many tokens."""
         copy, pack = (size.bytes / gbs / 1e3 for gbs in (self.copy_gbs, self.pack_gbs))
-        return WaveCosts(copy, pack, self.wave_us + tokens * self.token_us)
+        each = self.expert_us + tokens * self.expert_token_us
+        return WaveCosts(copy, pack + each, self.wave_us + tokens * self.token_us - each)
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again

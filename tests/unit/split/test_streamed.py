@@ -522,6 +522,14 @@ def test_no_other_division_is_faster_by_estimate(tokens: int) -> None:
     assert found.rows == batch.rows[len(found.cpu)] <= tokens
 
 
+def test_costs_of_a_wave_grow_with_its_experts() -> None:
+    rates = replace(RATES, wave_us=100.0, token_us=0.5, expert_us=10.0, expert_token_us=0.02)
+    costs = rates.wave_costs(EXPERT, 1000)
+    assert costs.fixed + costs.pack == pytest.approx(600 + EXPERT.bytes / rates.pack_gbs / 1e3), "of one expert"
+    assert costs.pack == pytest.approx(30 + EXPERT.bytes / rates.pack_gbs / 1e3), "of each further one"
+    assert costs.copy == pytest.approx(EXPERT.bytes / rates.copy_gbs / 1e3)
+
+
 def test_pieces_of_neighbouring_experts_take_time() -> None:
     counts, pieces = np.full(64, 240.0), replace(RATES, run_us=30.0)
     more = _Batch(counts, 2048, EXPERT, pieces).stream_us - _Batch(counts, 2048, EXPERT, RATES).stream_us
