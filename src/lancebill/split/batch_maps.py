@@ -36,8 +36,9 @@ class BatchMaps:
 
     def fetch(self, dispatch: Indexed) -> tuple[Tensor, Tensor]:
         """Ids and weights in host memory. Waits until the current stream of the device is there."""
-        rows = len(dispatch.ids)
-        torch.add(dispatch.ids.clamp(-1, self.known), 0, out=self._seen_ids[:rows])  # also from int64
+        rows, ids = len(dispatch.ids), dispatch.ids
+        small = ids if ids.dtype == torch.int32 else ids.clamp(-1, self.known)  # both are no expert
+        torch.add(small, 0, out=self._seen_ids[:rows])
         torch.mul(dispatch.weights, 1.0, out=self._seen_weights[:rows])  # also from bf16
         MailboxQueue(self.device).wait()
         return self._ids[:rows], self._weights[:rows]

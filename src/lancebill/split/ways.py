@@ -18,6 +18,7 @@ from lancebill.split.cpu_rows import expected_rows
 from lancebill.split.waves import WaveCosts, last_waves
 
 Numbers = NDArray[np.float64]
+_FAR = 1e7  # tokens
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,15 @@ class Rates:
         if len(self.cpu_points) < 2:
             read: Numbers = size.bytes / self.cpu_gbs + tokens * size.flops / self.cpu_gflops
             return read / 1e3
-        at, taken, slopes = self._lines
-        tokens = np.maximum(tokens, at[0])
-        line = at[1:-1].searchsorted(tokens)
-        us: Numbers = taken[line] + (tokens - at[line]) * slopes[line]
+        us: Numbers = np.interp(tokens, *self._lines)
         return us
 
     @cached_property
-    def _lines(self) -> tuple[Numbers, Numbers, Numbers]:
+    def _lines(self) -> tuple[Numbers, Numbers]:
+        """The points, and one so far away on the last line that no expert has more tokens."""
         at, taken = np.array(self.cpu_points, dtype=np.float64).T
-        return at, taken, np.diff(taken) / np.diff(at)
+        slope = (taken[-1] - taken[-2]) / (at[-1] - at[-2])
+        return np.append(at, at[-1] + _FAR), np.append(taken, taken[-1] + slope * _FAR)
 
     def wave_costs(self, size: ExpertSize, tokens: int) -> WaveCosts:
         """Of waves of a batch with so many tokens."""
@@ -128,15 +128,19 @@ class _Batch:
         row_us = 1.5 * self.size.row_bytes / rates.copy_gbs / 1e3  # there in 16 bits, back in 32
         us = rates.call_us + rows * row_us
         us[:-1] += rates.wait_us + rates.divide_us
-        for pieces in range(1, math.ceil(self.tokens / MOST_ROWS) + 1):
-            first, last = rows.searchsorted(((pieces - 1) * MOST_ROWS, pieces * MOST_ROWS), side="right")
-            us[first:last] += self._experts_us(pieces)[first:last]
+        if self.tokens <= MOST_ROWS:
+            us += _sums(rates.cpu_us(self.size, self.counts))
+        else:
+            self._add_pieces(us)
         us[0] = 0.0
         return us
 
-    def _experts_us(self, pieces: int) -> Numbers:
-        parts = np.minimum(self.counts, pieces)  # pieces that read the expert
-        return _sums(parts * self.rates.cpu_us(self.size, self.counts / parts))
+    def _add_pieces(self, us: Numbers) -> None:
+        """The experts' time if rows go to the CPU in pieces, each of which reads the experts again."""
+        for pieces in range(1, math.ceil(self.tokens / MOST_ROWS) + 1):
+            first, last = self.rows.searchsorted(((pieces - 1) * MOST_ROWS, pieces * MOST_ROWS), side="right")
+            parts = np.minimum(self.counts, pieces)  # pieces with the expert
+            us[first:last] += _sums(parts * self.rates.cpu_us(self.size, self.counts / parts))[first:last]
 
     def _stream_us(self) -> Numbers:
         rates, most = self.rates, self.rates.wave_experts
