@@ -7,6 +7,7 @@ waits for the answer: one call, but it starts and ends tens of microseconds earl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.jit import driver
 from lancebill.split.mailbox import PINNED, Mailbox
 
+_LOOK_S = 3e-5
 _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and the caller's stream
 
 
@@ -76,6 +78,11 @@ class _GpuQueue:
 
     def wait(self) -> None:
         self.stream.synchronize()
+
+    def wait_asleep(self) -> None:
+        """As `wait`, for long waits: while a thread spins in the driver, copies from host memory are slower."""
+        while not self.stream.query():
+            time.sleep(_LOOK_S)
 
 
 class SideStream(_GpuQueue):

@@ -160,6 +160,9 @@ class InstantQueue:
     def wait(self) -> None:
         pass
 
+    def wait_asleep(self) -> None:
+        pass
+
     def join(self) -> None:
         pass
 
