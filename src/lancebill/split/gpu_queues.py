@@ -80,9 +80,7 @@ class _GpuQueue:
         self.stream.synchronize()
 
     def wait_asleep(self) -> None:
-        """As `wait`, for long waits: while a thread spins in the driver, copies from host memory are slower."""
-        while not self.stream.query():
-            time.sleep(_LOOK_S)
+        wait_asleep(self.stream)
 
 
 class SideStream(_GpuQueue):
@@ -125,6 +123,12 @@ class MailboxQueue(_GpuQueue):
         if self._asked is not None:
             box, call = self._asked
             box.wait(self.device.index or 0, self.number, call.out)
+
+
+def wait_asleep(work: torch.cuda.Stream | torch.cuda.Event) -> None:
+    """Until it has run, for long waits: while a thread spins in the driver, copies from host memory are slower."""
+    while not work.query():
+        time.sleep(_LOOK_S)
 
 
 def _wide(rows: Tensor) -> Tensor:
