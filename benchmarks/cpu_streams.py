@@ -220,6 +220,7 @@ class Calls:
     def __init__(self, program: DecodeProgram) -> None:
         self.program = program
         self.rows: list[DecodeRows] = []
+        self.current = program.current
 
     def run(self, rows: DecodeRows) -> None:
         self.rows.append(rows)
