@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fake_driver import (
     layer_and_call,
     small_problem,
 )
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lancebill.backends.oracle import Choice, Verdict
@@ -178,6 +180,26 @@ def test_a_changed_linear_call_is_a_full_call(gpu: FakeDriver, monkeypatch: pyte
     else:
         x = x.half() if what == "dtype" else x.view(2, 64)
     assert call(x) is None
+
+
+@pytest.mark.parametrize("how", ["hook", "hook of all modules", "own forward"])
+def test_who_watches_a_linear_sees_repeated_calls(gpu: FakeDriver, how: str) -> None:
+    """A repeated call takes a shorter way than `nn.Module`'s, which calls hooks."""
+    layer, x, seen = linear_layer(), torch.zeros(1, 128, dtype=torch.bfloat16), []
+    layer(x)
+    if how == "hook":
+        stop = layer.register_forward_hook(lambda *call: seen.append(call)).remove
+    elif how == "hook of all modules":
+        stop = register_module_forward_pre_hook(lambda *call: seen.append(call)).remove
+    else:
+        forward = layer.forward
+        layer.forward = lambda x: (seen.append(x), forward(x))[1]  # type: ignore[assignment, func-returns-value]
+        stop = partial(layer.__dict__.pop, "forward")
+    layer(x)
+    assert len(seen) == 1
+    stop()
+    layer(x)
+    assert len(seen) == 1
 
 
 def test_only_an_unchanged_single_launch_is_a_graph(gpu: FakeDriver) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,6 +49,5 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Makes results on the current device. Compiled code allocates with a function that takes half of `torch.empty`'s
     time."""
     if fast_empty is None or device.type != "cuda":
-        return lambda: torch.empty(shape, dtype=dtype, device=device)
-    strides = torch.empty(shape, device="meta").stride()
-    return lambda: fast_empty(shape, strides, dtype)
+        return partial(torch.empty, shape, dtype=dtype, device=device)
+    return partial(fast_empty, shape, torch.empty(shape, device="meta").stride(), dtype)
