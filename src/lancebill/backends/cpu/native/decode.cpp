@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kTaskBytes = 32 << 10;  // of a dense matrix
 constexpr int64_t kTaskRows = 8;          // of what is computed row by row
+constexpr int64_t kTasksPerThread = 16;   // of attention: sequences differ in length, so threads take several
 
 const RowKernels* kernels_for(int32_t level) {
   if (level >= LANCEBILL_AMX && rows_amx != nullptr) return rows_amx();
@@ -156,13 +157,17 @@ struct Run {
     });
     const int64_t shared = heads.queries / heads.keys;  // heads with the same keys
     const int64_t each = int64_t{rows} * heads.keys >= 2 * call.threads ? shared : 1;
-    parallel(call.threads, int64_t{rows} * heads.queries / each, [&](int64_t task, int) {
-      const int64_t row = task * each / heads.queries, head = task * each % heads.queries;
-      const int64_t place = head / shared * call.capacities[row] * dim * size, end = call.positions[row] + 1;
-      const char *keys = cache(row, heads.layer, 0) + place, *values = cache(row, heads.layer, 1) + place;
-      const int64_t first = end > window ? end - window : 0;
-      kernels.attend(in(step, row) + head * dim, each, keys, values, call.cache_type, dim, first, end, heads.scale,
-                     out(step, row) + head * dim);
+    const int64_t groups = int64_t{rows} * heads.queries / each;
+    const int64_t tasks = std::min(groups, kTasksPerThread * call.threads);  // taking one may take longer than a group
+    parallel(call.threads, tasks, [&](int64_t task, int) {
+      for (int64_t group = groups * task / tasks; group < groups * (task + 1) / tasks; group++) {
+        const int64_t row = group * each / heads.queries, head = group * each % heads.queries;
+        const int64_t place = head / shared * call.capacities[row] * dim * size, end = call.positions[row] + 1;
+        const char *keys = cache(row, heads.layer, 0) + place, *values = cache(row, heads.layer, 1) + place;
+        const int64_t first = end > window ? end - window : 0;
+        kernels.attend(in(step, row) + head * dim, each, keys, values, call.cache_type, dim, first, end, heads.scale,
+                       out(step, row) + head * dim);
+      }
     });
   }
 
