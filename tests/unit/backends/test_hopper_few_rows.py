@@ -69,9 +69,21 @@ def test_others_are_not_one_tile(problem: Problem, rows: int) -> None:
     assert isinstance(plan, GpuPlan) and not plan.few_rows
 
 
-def test_whole_units_need_no_partial_sums() -> None:
-    plan = make_plan(linear(n=34816, k=256), 4)
-    assert plan.few_rows and plan.first_gemm.pieces == 1 and "parts13" not in scratch(plan)
+@pytest.mark.parametrize(("n", "blocks"), [(14336, 2), (16896, 2), (33792, 2), (45056, 3)])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_units_for_most_processors_are_not_cut(n: int, blocks: int, rows: int) -> None:
+    """Each block has one unit, and no partial sums. Blocks that are few have more shared memory."""
+    plan = make_plan(linear(n=n), rows)
+    gemm, (tile,), (step,) = plan.first_gemm, plan.first_gemm.tiles, steps(plan)
+    assert plan.few_rows and gemm.pieces == 1 and "parts13" not in scratch(plan)
+    assert tile.blocks == blocks and step.grid(rows) == (n // 128, 1)
+
+
+@pytest.mark.parametrize("n", [4096, 12800, 17024, 25600])
+def test_units_for_fewer_processors_are_cut(n: int) -> None:
+    """More than a sixth of all processors would have nothing to do at the end."""
+    plan = make_plan(linear(n=n), 8)
+    assert plan.few_rows and plan.first_gemm.pieces > 1
 
 
 def test_the_kernel_compiles() -> None:

@@ -11,6 +11,7 @@ _LEAST_STAGES = 4  # of a chunk
 _MOST_PIECES = 8
 _UNEVEN = 1.12  # how much longer than equal chunks whole tiles may be
 _LONGER = 1.05  # how much more an SM may have to do than with fewer blocks
+_SPARE = 1.2  # how many SMs there may be for each that always has work, where blocks have whole tiles
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,21 @@ def cut(tiles: int, blocks: int, resident: int, *, known: bool = True) -> Chunks
         return Chunks(even, resident, -(-(blocks - 1) // even) + 1)
     each = whole if whole <= _UNEVEN * even else even
     return Chunks(each, _UNLIMITED, _most_pieces(blocks, each))
+
+
+def one_tile_each(tiles: int, processors: int, blocks: int) -> bool:
+    """Whether each block computes one whole tile, of one matrix; up to `blocks` share an SM.
+
+    Pieces of tiles are stored and added, which costs more than a few SMs that have nothing to do: the others read
+    about as fast as all.
+    """
+    busiest = -(-tiles // processors)
+    return busiest <= blocks and busiest * processors <= _SPARE * tiles
+
+
+def whole_tiles(stages: int) -> Chunks:
+    """Chunks that are tiles of so many stages."""
+    return Chunks(stages, _UNLIMITED, 1)
 
 
 def even_chunks(tiles: int, stages: int, processors: int, blocks: int) -> Chunks:

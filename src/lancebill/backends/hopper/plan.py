@@ -92,8 +92,7 @@ def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
 
 def _few_rows_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
     """The GEMM with all rows in one tile."""
-    tile = tune.few_rows_tile(gemm.form, plan.tokens)
-    chunks = tune.share(gemm.units, -(-gemm.slices // tile.slices), tile.blocks)
+    tile, chunks = tune.few_rows(gemm.form, plan.tokens, gemm.units, gemm.slices)
     return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=(tile,))
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lancebill.backends.gpu.chunks import Chunks, cut, even_chunks
+from lancebill.backends.gpu.chunks import Chunks, cut, even_chunks, one_tile_each, whole_tiles
 from lancebill.backends.gpu.kernels.weight_form import E4M3, S8, WeightForm
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 
@@ -212,16 +212,19 @@ def _cut_for(form: WeightForm, tiles: int, stages: int, resident: int, known: bo
 
 
 @cache
-def few_rows_tile(form: WeightForm, rows: int) -> Tile:
-    """The pipeline of one matrix with all rows in one tile."""
+def few_rows_tile(form: WeightForm, rows: int, blocks: int) -> Tile:
+    """The pipeline of one matrix with all rows in one tile, for so many blocks per SM."""
     tokens, slices = (8 if rows <= 8 else 16), decode_slices(form)
-    room = SHARED_PER_SM // _DECODE_BLOCKS - RESERVED - _BARRIERS
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS
     if room // stage_bytes(form, tokens, slices) < 3:
         slices //= 2
     stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices))
-    return Tile((tokens,), stages, slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS])
+    return Tile((tokens,), stages, slices, blocks, _REGISTERS[blocks])
 
 
-def share(units: int, stages: int, blocks: int) -> Chunks:
-    """How the stages of one matrix are shared by blocks, when all rows are one tile."""
-    return even_chunks(units, stages, _PROCESSORS, blocks)
+def few_rows(form: WeightForm, rows: int, units: int, slices: int) -> tuple[Tile, Chunks]:
+    """The pipeline of one matrix with all rows in one tile, and how blocks share its stages."""
+    whole = one_tile_each(units, _PROCESSORS, _DECODE_BLOCKS)
+    tile = few_rows_tile(form, rows, 2 if whole and units <= _TWO_PER_SM else _DECODE_BLOCKS)
+    stages = -(-slices // tile.slices)
+    return tile, whole_tiles(stages) if whole else even_chunks(units, stages, _PROCESSORS, tile.blocks)
