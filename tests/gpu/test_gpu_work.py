@@ -136,7 +136,8 @@ FEW_ROWS = [
     *((spec, SIZES) for spec in ("int8-g128", "fp8", "fp8-block", "mxfp8", "int2-g64", "int3-g32-zp", "nf4")),
     ("int3-g128:fp32", {**SIZES, "bias": True}),
     ("iq4-g32:fp16", {**SIZES, "bias": True}),
-    ("mxfp4", {"hidden": 4096, "intermediate": 14336}),  # chunks that end inside a unit
+    ("mxfp4", {"hidden": 4096, "intermediate": 12800}),  # chunks that end inside a unit
+    ("mxfp4", {"hidden": 4096, "intermediate": 14336}),  # one unit for each block
     ("mxfp4", {"hidden": 256, "intermediate": 34816, "bias": True}),  # chunks of one unit
 ]
 
