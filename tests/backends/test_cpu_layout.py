@@ -25,9 +25,9 @@ from lancebill.numbers.weight import LogicalWeight
 SPECS = (
     "mxfp4", "nvfp4", "nvfp4-div", "nf4", "int4-g32", "int4-g128", "int4-g32-zp", "int4-g64:fp16", "int4-g32:fp32",
     "int3-g64", "int2-g64-zp", "ternary-tensor", "twos4-g32", "int8", "twos8", "int8-zp", "int5-g32", "twos6-g32",
-    "int7-g64-zp", "int8-g32-zp", "mxfp8", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "fp8-tensor", "fp8-channel",
-    "fp8-block", "e4m3fnuz-channel", "e3m4-channel", "int4-g256", "int4-g96", "int4-b4x32", "int4-g32-zp.g64",
-    "int4-g32-zp:fp16", "int4-g32-channel:fp32", "int4-/g32:fp32",
+    "int6-g16-zp", "int7-g64-zp", "int8-g32-zp", "mxfp8", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "fp8-tensor",
+    "fp8-channel", "fp8-block", "e4m3fnuz-channel", "e3m4-channel", "int4-g256", "int4-g96", "int4-b4x32",
+    "int4-g32-zp.g64", "int4-g32-zp:fp16", "int4-g32-channel:fp32", "int4-/g32:fp32",
     "uint4-g32:uint6-g256:fp16-min.g32:uint6-min.g256:fp16", "int4-channel-min.g32:fp16",
 )  # fmt: skip
 SIZES = ((64, 256), (48, 160), (24, 96))
@@ -64,6 +64,10 @@ def decode_as_in_header(form: CpuForm, shape: MatrixShape, packed: Packed, *, ga
     if values.codes == abi.Codes.TABLE4:
         byte = codes[block // 2 * 16 * columns + k // 4 * 64 + 4 * r + k % 4]
         numbers = torch.tensor(values.table)[torch.where(block % 2 == 1, byte >> 4, byte & 15)].double()
+    elif values.codes == abi.Codes.BITS6:
+        first, unit = block * 12 * columns + k // 16 * 192 + 4 * r + k % 4, k % 16 // 4
+        pairs = sum((codes[first + 64 * line] >> 6) << (2 * line) for line in range(3))
+        numbers = torch.where(unit == 3, pairs, codes[first + 64 * unit.clamp(max=2)] & 63).double()
     elif values.codes == abi.Codes.BYTE:
         numbers = codes[block * 16 * columns + k // 4 * 64 + 4 * r + k % 4].double()
     else:

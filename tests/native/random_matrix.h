@@ -51,7 +51,7 @@ void choose_codes(Matrix& w) {
   static const double nf4[] = {-1.0, -0.6962, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0.0,
                                0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262, 0.72296, 1.0};
   static const int e2m1[] = {0, 1, 2, 3, 4, 6, 8, 12};
-  m.codes = one_of({LANCEBILL_TABLE4, LANCEBILL_TABLE4, LANCEBILL_BYTE, LANCEBILL_FLOAT8});
+  m.codes = one_of({LANCEBILL_TABLE4, LANCEBILL_TABLE4, LANCEBILL_BYTE, LANCEBILL_FLOAT8, LANCEBILL_BITS6});
   m.step = 1;
   if (m.codes == LANCEBILL_FLOAT8) {
     m.mantissa = pick(2, 4);
@@ -60,6 +60,9 @@ void choose_codes(Matrix& w) {
   } else if (m.codes == LANCEBILL_BYTE) {
     m.center = one_of({128, 100});
     w.name = "byte";
+  } else if (m.codes == LANCEBILL_BITS6) {
+    m.center = one_of({32, 16});
+    w.name = "bits6";
   } else if (const int kind = pick(0, 2); kind == 0) {
     m.center = 8;
     for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(i);
@@ -88,6 +91,7 @@ double code_value(const lancebill_matrix& m, int code, int zero) {
 int random_code(const lancebill_matrix& m) {
   if (m.codes == LANCEBILL_TABLE4) return pick(0, 15);
   if (m.codes == LANCEBILL_BYTE) return pick(0, 255);
+  if (m.codes == LANCEBILL_BITS6) return pick(0, 63);
   const int top = m.mantissa == 2 ? 0x7b : m.mantissa == 3 ? 0x7e : 0x7f;  // no NaN, no infinity
   return pick(0, top) | (pick(0, 1) << 7);
 }
@@ -95,7 +99,7 @@ int random_code(const lancebill_matrix& m) {
 double typical_weight(const lancebill_matrix& m) {
   const double scales[] = {1, 0.02, 0.02, 0.02, 0.01, 60};
   double squares = 0;
-  const int zero = m.codes == LANCEBILL_BYTE ? 128 : 8;
+  const int zero = m.codes == LANCEBILL_BYTE ? 128 : m.codes == LANCEBILL_BITS6 ? 32 : 8;
   for (int i = 0; i < 256; i++) squares += std::pow(code_value(m, random_code(m), zero), 2);
   return std::sqrt(squares / 256) * scales[m.scale] + (m.zero == LANCEBILL_ZERO_OFFSET_F32 ? kOffsets : 0);
 }
@@ -135,7 +139,7 @@ void allocate_codes(Matrix& w, const Packing& packing) {
   const lancebill_matrix& m = w.abi;
   const size_t blocks = size_t(w.experts) * packing.blocks;
   const bool floats = m.codes == LANCEBILL_FLOAT8;
-  w.codes.resize(blocks * packing.columns * (packing.nibbles ? 8 : 16));
+  w.codes.resize(blocks * packing.columns * (packing.nibbles ? 8 : m.codes == LANCEBILL_BITS6 ? 12 : 16));
   for (uint8_t& byte : w.codes) byte = static_cast<uint8_t>(floats ? 0x11 : pick(0, 255));  // padding may hold anything
   w.scales.resize(blocks * packing.groups * 16 * kBytesOfScale[m.scale]);
   w.zeros.resize(blocks * packing.groups * 16 * (m.zero == LANCEBILL_ZERO_U8 ? 1 : m.zero ? 4 : 0));
@@ -172,11 +176,23 @@ std::vector<int> fill_inputs(Matrix& w, int expert) {
   return order;
 }
 
+// Six bits of a byte, or of the fourth unit two of each of three.
+void store_six_bits(uint8_t* bytes, int lane, int k, int code) {
+  uint8_t* first = bytes + k / 16 * 192 + lane * 4 + k % 4;
+  const int unit = k % 16 / 4;
+  if (unit < 3) first[64 * unit] = static_cast<uint8_t>((first[64 * unit] & 0xc0) | code);
+  for (int i = 0; i < 3 && unit == 3; i++) {
+    first[64 * i] = static_cast<uint8_t>((first[64 * i] & 0x3f) | (code >> (2 * i) & 3) << 6);
+  }
+}
+
 void store_code(Matrix& w, const Packing& packing, size_t block, int lane, int k, int code) {
   uint8_t* bytes = w.codes.data() + (packing.nibbles ? block / 2 : block) * packing.columns * 16;
   if (packing.nibbles) {
     uint8_t& byte = bytes[k / 4 * 64 + lane * 4 + k % 4];
     byte = static_cast<uint8_t>(block % 2 == 0 ? (byte & 0xf0) | code : (byte & 0x0f) | code << 4);
+  } else if (w.abi.codes == LANCEBILL_BITS6) {
+    store_six_bits(w.codes.data() + block * packing.columns * 12, lane, k, code);
   } else if (w.abi.codes == LANCEBILL_BYTE) {
     bytes[k / 4 * 64 + lane * 4 + k % 4] = static_cast<uint8_t>(code);
   } else {
@@ -198,7 +214,8 @@ void fill_row(Matrix& w, const Packing& packing, int expert, int n, const std::v
     int zero = 0;
     float offset = 0;
     if (m.zero == LANCEBILL_ZERO_U8) {
-      zero = w.zeros[index] = static_cast<uint8_t>(packing.nibbles ? pick(0, 16) : pick(0, 255));
+      const int most = packing.nibbles ? 16 : m.codes == LANCEBILL_BITS6 ? 64 : 255;
+      zero = w.zeros[index] = static_cast<uint8_t>(pick(0, most));
     }
     if (m.zero == LANCEBILL_ZERO_OFFSET_F32) {
       store_at(w.zeros, index, offset = static_cast<float>(normal() * kOffsets));

@@ -32,6 +32,7 @@ void make_timed_layer(TimedLayer& t, const char* format, int experts, int hidden
   if (name == "nvfp4") m.scale = LANCEBILL_SCALE_E4M3, m.group = 16;
   if (name == "nf4") m.table[15] = 16000, m.center = 8000;
   if (name == "int8") m.codes = LANCEBILL_BYTE, m.center = 128, m.group = 128;
+  if (name == "int6") m.codes = LANCEBILL_BITS6, m.center = 32, m.group = 16, m.scale = LANCEBILL_SCALE_F32;
   if (name == "fp8") m.codes = LANCEBILL_FLOAT8, m.mantissa = 3, m.group = 128;
   t.w13 = t.w2 = m;
   t.w13.rows = 2 * width, t.w13.columns = hidden, t.w2.rows = hidden, t.w2.columns = width;

@@ -1,8 +1,9 @@
 """Translates specs to the kernels' form: how codes decode, the scales and zeros of a group, how inputs are quantised.
 
-Types of up to 4 bits become a table of 16 integers times one step. Larger integers need no table. Minifloats of 5 to
-8 bits are stored as 8-bit minifloats. Scales of whole rows are multiplied into one factor per row; all other levels
-become one scale and one zero per group and row.
+Types of up to 4 bits become a table of 16 integers times one step. Larger integers need no table: those of 5 and 6
+bits take six, others a byte. Minifloats of 5 to 8 bits are stored as 8-bit minifloats, whose bits the kernels only
+shift. Scales of whole rows are multiplied into one factor per row; all other levels become one scale and one zero per
+group and row.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _exact_in_bf16(values: Values, scale: abi.ScaleKind, zero: abi.ZeroKind) -> 
     """Whether every code times its group's scale fits the 8 significant bits of bf16."""
     if values.codes == abi.Codes.FLOAT8:
         bits = values.mantissa + 1
-    elif values.codes == abi.Codes.BYTE:
+    elif not values.table:
         bits = 8
     elif zero == abi.ZeroKind.U8:
         bits = max(values.table).bit_length()
@@ -136,7 +137,7 @@ def _values(dtype: DType) -> Values:
     if dtype.bits <= 4:
         return _table(dtype)
     if dtype.kind == INTEGER:
-        return Values(abi.Codes.BYTE, center=round(-dtype.min))
+        return Values(abi.Codes.BITS6 if dtype.bits <= 6 else abi.Codes.BYTE, center=round(-dtype.min))
     if dtype in _MINIFLOATS:
         mantissa, step = _MINIFLOATS[dtype]
         return Values(abi.Codes.FLOAT8, step=step, mantissa=mantissa)

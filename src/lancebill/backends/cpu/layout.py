@@ -1,6 +1,7 @@
 """The packed weights of the CPU kernels: blocks of 16 rows, units of 64 bytes (see native/lancebill.h).
 
-In a gated w13, gate and up blocks alternate. Two consecutive blocks share bytes of 4-bit codes. The kernels read
+In a gated w13, gate and up blocks alternate. Two consecutive blocks share bytes of 4-bit codes, and three units hold
+four of 6-bit codes. The kernels read
 `codes`, `scales` and `zeros` (one per row and group), `row_scale`, `bias` and `perm`. The small `kept0` ... hold
 the levels that cannot be recovered from these; only `unpack` reads them.
 
@@ -60,7 +61,8 @@ class CpuLayout(Layout):
         form, (n, k) = self.form(shape), self.padded(shape)
         strips = n // BLOCK // _strip(form)
         groups = (n // BLOCK, k // form.group, BLOCK)
-        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, BLOCK * k), torch.uint8)}
+        code_bytes = BLOCK * k * 6 // 8 if form.values.codes == abi.Codes.BITS6 else BLOCK * k
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, code_bytes), torch.uint8)}
         if form.scale != abi.ScaleKind.NONE:
             tensors["scales"] = groups, _SCALE_BYTES[form.scale]
         if form.zero != abi.ZeroKind.NONE:
@@ -278,12 +280,25 @@ def _pack_codes(kind: abi.Codes, codes: Tensor) -> Tensor:
         units = units[..., 0::2, :, :, :] | (units[..., 1::2, :, :, :] << 4)
     elif kind == abi.Codes.FLOAT8:
         units = units.transpose(-1, -2)
+    elif kind == abi.Codes.BITS6:
+        first, fourth = units.unflatten(-3, (-1, 4)).split((3, 1), dim=-3)
+        units = first | (_pair_of_each_line(fourth) << 6)
+        return units.flatten(-4)
     return units.flatten(-3)
+
+
+def _pair_of_each_line(unit: Tensor) -> Tensor:
+    """Two bits of 6-bit codes [..., 1, row, column] for each of three lines, the lowest first."""
+    return torch.cat([(unit >> shift) & 3 for shift in (0, 2, 4)], dim=-3)
 
 
 def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
     if kind == abi.Codes.FLOAT8:
         units: Tensor = packed.unflatten(-1, (k // 4, 4, BLOCK)).transpose(-1, -2)
+    elif kind == abi.Codes.BITS6:
+        lines = packed.unflatten(-1, (k // 16, 3, BLOCK, 4))
+        low, middle, high = (lines >> 6).split(1, dim=-3)
+        units = torch.cat([lines & 63, low | (middle << 2) | (high << 4)], dim=-3).flatten(-4, -3)
     else:
         units = packed.unflatten(-1, (k // 4, BLOCK, 4))
     if kind == abi.Codes.TABLE4:

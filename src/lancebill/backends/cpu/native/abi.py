@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 10
+ABI = 11
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -16,6 +16,7 @@ class Codes(IntEnum):
     TABLE4 = 0
     BYTE = 1
     FLOAT8 = 2
+    BITS6 = 3
 
 
 class ScaleKind(IntEnum):

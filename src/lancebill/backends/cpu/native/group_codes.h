@@ -4,6 +4,8 @@
 //   blocks       row blocks that share a unit
 //   planes       bytes per code value: two where a value needs more than 7 bits
 //   step_units   units decoded and multiplied in one loop step
+//   step_lines   cache lines that hold them, of which `prefetch_lines` are prefetched at once
+//   load         the bytes of one of these units
 //   short_sums   products are first summed in 16 bits
 //   whole_bytes  the odd block is not decoded: its sums come from those of the whole bytes (see GroupSums)
 #pragma once
@@ -38,10 +40,20 @@ LANCEBILL_INLINE typename V::Table plane_table(const Packed& p, int plane) {
   return V::table(bytes);
 }
 
+// Units that are stored as they are.
+template <class V, int Units>
+struct WholeUnits {
+  static constexpr int step_units = Units, step_lines = Units, prefetch_lines = 2;
+
+  LANCEBILL_INLINE static typename V::Codes load(const uint8_t* lines, int unit) {
+    return V::load(lines + unit * kUnit);
+  }
+};
+
 // 4-bit codes through a table.
 template <class V, int Planes, bool Short = false>
-struct Nibbles {
-  static constexpr int blocks = 2, planes = Planes, step_units = Short ? 4 : 2;
+struct Nibbles : WholeUnits<V, Short ? 4 : 2> {
+  static constexpr int blocks = 2, planes = Planes;
   static constexpr bool short_sums = Short, whole_bytes = false;
   typename V::Table tables[Planes];
 
@@ -56,8 +68,8 @@ struct Nibbles {
 
 // 4-bit integers, whose table is the identity. With 16-bit sums the products of 32 columns fit one sum.
 template <class V>
-struct PlainNibbles {
-  static constexpr int blocks = 2, planes = 1, step_units = V::short_sums ? 8 : 2;
+struct PlainNibbles : WholeUnits<V, V::short_sums ? 8 : 2> {
+  static constexpr int blocks = 2, planes = 1;
   static constexpr bool short_sums = V::short_sums, whole_bytes = V::whole_bytes;
 
   explicit PlainNibbles(const Packed&) {}
@@ -72,10 +84,10 @@ struct PlainNibbles {
   }
 };
 
-// Integers of 5 to 8 bits.
+// Integers of 7 and 8 bits.
 template <class V>
-struct Bytes {
-  static constexpr int blocks = 1, planes = V::split_bytes ? 2 : 1, step_units = 2;
+struct Bytes : WholeUnits<V, 2> {
+  static constexpr int blocks = 1, planes = V::split_bytes ? 2 : 1;
   static constexpr bool short_sums = false, whole_bytes = false;
 
   explicit Bytes(const Packed&) {}
@@ -85,6 +97,23 @@ struct Bytes {
     if constexpr (V::signed_codes) return V::to_signed(unit);
     return unit;
   }
+};
+
+// Integers of 5 and 6 bits.
+template <class V>
+struct SixBits {
+  static constexpr int blocks = 1, planes = 1;
+  static constexpr int step_units = kSixBitUnits, step_lines = kSixBitLines, prefetch_lines = kSixBitLines;
+  static constexpr bool short_sums = false, whole_bytes = false;
+
+  explicit SixBits(const Packed&) {}
+
+  LANCEBILL_INLINE static typename V::Codes load(const uint8_t* lines, int unit) {
+    if (unit < kSixBitLines) return V::low_six(V::load(lines + unit * kUnit));
+    return V::top_pairs(V::load(lines), V::load(lines + kUnit), V::load(lines + 2 * kUnit));
+  }
+
+  LANCEBILL_INLINE typename V::Codes decode(int, int, typename V::Codes unit) const { return unit; }
 };
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace lancebill {
 namespace {
 
 constexpr int kPlane = 256;  // weight of a plane of an input, in units of the next
+constexpr int kRunUnits = kPlaneRun / kUnitColumns;
 
 // Eight columns of one input row, in all planes: where they are, or in registers.
 template <class V, int Planes, bool InRegisters = V::lane_inputs>
@@ -31,7 +32,7 @@ struct StepInputs<V, Planes, true> {
     if constexpr (Planes % 2) pairs[Planes / 2] = V::half_inputs(x + (Planes - 1) * kPlaneRun);
   }
   LANCEBILL_INLINE typename V::I32 dot(typename V::I32 sum, typename V::Codes codes, int unit, int plane) const {
-    return V::dot(sum, codes, pairs[plane / 2], plane % 2 * (kPlaneRun / kUnitColumns) + unit);
+    return V::dot(sum, codes, pairs[plane / 2], plane % 2 * kRunUnits + unit);
   }
 };
 
@@ -50,7 +51,7 @@ struct GroupSums {
   // Widening 16-bit sums also merges two planes. Three would not fit 32 bits.
   static constexpr int kSums = Code::short_sums && InputPlanes < 3 ? 1 : InputPlanes;
   static constexpr bool kBiased = V::biased_sums && Code::planes == 1;  // see kFloatBits
-  static_assert(kStepUnits * kUnitColumns % kPlaneRun == 0, "a step starts at the start of a plane run");
+  static_assert(kStepUnits % kRunUnits == 0, "a step starts at the start of a plane run");
   static_assert(!Code::whole_bytes || (First == 0 && BlocksAtOnce % 2 == 0), "a whole byte belongs to both blocks");
   I32 sums[BlocksAtOnce][Rows][kSums][Code::planes];
 
@@ -81,51 +82,52 @@ struct GroupSums {
     return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero_block, part), V::template shift_left<4>(own)) : own;
   }
 
-  // Adds the products of a group. `unit`: its first codes, `bytes` of them per strip; `x`: each row's inputs of this
+  // Adds the products of a group. `lines`: its first codes, `bytes` of them per strip; `x`: each row's inputs of this
   // group; `prefetch`: the prefetches to issue meanwhile, if `prefetching`.
   template <class Prefetch>
-  LANCEBILL_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, int64_t bytes, Prefetch prefetch,
+  LANCEBILL_INLINE void add(const Packed& p, const Code& code, const uint8_t* lines, int64_t bytes, Prefetch prefetch,
                             bool prefetching, const int8_t* const (&x)[Rows]) {
     const int8_t* at[Rows];
     LANCEBILL_EACH(r, Rows) at[r] = x[r];
-    for (const uint8_t* end = unit + bytes; unit != end; unit += kStepUnits * kUnit) {
+    for (const uint8_t* end = lines + bytes; lines != end; lines += Code::step_lines * kUnit) {
       if constexpr (Code::short_sums) {
-        add_shorts(p, code, unit, prefetch, prefetching, at);
+        add_shorts(p, code, lines, prefetch, prefetching, at);
       } else {
-        static_assert(kStepUnits == kPrefetchUnits, "one prefetch step");
+        static_assert(Code::step_lines == Code::prefetch_lines, "one prefetch step");
         if (prefetching) prefetch.step();
-        add_dots(p, code, unit, at);
+        add_dots(p, code, lines, at);
       }
       LANCEBILL_EACH(r, Rows) at[r] += InputPlanes * kStepUnits * kUnitColumns;
     }
   }
 
-  LANCEBILL_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* unit,
+  LANCEBILL_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* lines,
                                  const int8_t* const (&x)[Rows]) {
-    static_assert(kStepUnits * kUnitColumns == kPlaneRun, "the inputs of one step");
-    StepInputs<V, InputPlanes> inputs[Rows];
-    LANCEBILL_EACH(r, Rows) inputs[r].load(x[r]);
-    LANCEBILL_EACH(u, kStepUnits) {
-      typename V::Codes decoded[BlocksAtOnce][Code::planes];
-      decode(p, code, unit + u * kUnit, decoded);
-      LANCEBILL_EACH(r, Rows)
-        LANCEBILL_EACH(i, InputPlanes)
-          LANCEBILL_EACH(b, BlocksAtOnce)
-            LANCEBILL_EACH(plane, Code::planes) {
-              I32& sum = sums[b][r][i][plane];
-              sum = inputs[r].dot(sum, decoded[b][plane], u, i);
-            }
+    LANCEBILL_EACH(run, kStepUnits / kRunUnits) {
+      StepInputs<V, InputPlanes> inputs[Rows];
+      LANCEBILL_EACH(r, Rows) inputs[r].load(x[r] + run * InputPlanes * kPlaneRun);
+      LANCEBILL_EACH(u, kRunUnits) {
+        typename V::Codes decoded[BlocksAtOnce][Code::planes];
+        decode(p, code, lines, run * kRunUnits + u, decoded);
+        LANCEBILL_EACH(r, Rows)
+          LANCEBILL_EACH(i, InputPlanes)
+            LANCEBILL_EACH(b, BlocksAtOnce)
+              LANCEBILL_EACH(plane, Code::planes) {
+                I32& sum = sums[b][r][i][plane];
+                sum = inputs[r].dot(sum, decoded[b][plane], u, i);
+              }
+      }
     }
   }
 
   template <class Prefetch>
-  LANCEBILL_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* unit, Prefetch& prefetch,
+  LANCEBILL_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* lines, Prefetch& prefetch,
                                    bool prefetching, const int8_t* const (&x)[Rows]) {
     typename V::Codes shorts[BlocksAtOnce][Rows][InputPlanes];
     LANCEBILL_EACH(u, kStepUnits) {
-      if (prefetching && u % kPrefetchUnits == 0) prefetch.step();
+      if (prefetching && u % Code::prefetch_lines == 0) prefetch.step();
       typename V::Codes decoded[BlocksAtOnce][Code::planes];
-      decode(p, code, unit + u * kUnit, decoded);
+      decode(p, code, lines, u, decoded);
       LANCEBILL_EACH(r, Rows)
         LANCEBILL_EACH(i, InputPlanes)
           LANCEBILL_EACH(b, BlocksAtOnce) {
@@ -141,11 +143,11 @@ struct GroupSums {
     }
   }
 
-  static LANCEBILL_INLINE void decode(const Packed& p, const Code& code, const uint8_t* unit,
+  static LANCEBILL_INLINE void decode(const Packed& p, const Code& code, const uint8_t* lines, int unit,
                                       typename V::Codes (&decoded)[BlocksAtOnce][Code::planes]) {
     LANCEBILL_EACH(b, BlocksAtOnce) {
       const int block = First + b;
-      const typename V::Codes codes = V::load(unit + block / Code::blocks * p.strip_bytes);
+      const typename V::Codes codes = Code::load(lines + block / Code::blocks * p.strip_bytes, unit);
       LANCEBILL_EACH(plane, Code::planes) decoded[b][plane] = code.decode(block % Code::blocks, plane, codes);
     }
   }

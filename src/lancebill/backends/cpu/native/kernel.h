@@ -16,6 +16,7 @@
 //   short_sums                small table entries: sum short_products of several columns in 16 bits (add_shorts), then
 //                             widen and multiply by a factor (add_widened), which merges both input planes in a sum
 //   plain_nibbles             low_nibbles and high_nibbles give 4-bit integers without a table
+//   low_six, top_pairs        6-bit codes: the low six bits of bytes; the top two bits of three bytes as one code
 //   whole_bytes               with several blocks at once: derive the sums of high nibbles from sums of whole bytes
 //   scales, zeros, floats, Minifloat        decode per-row numbers from their stored bytes
 #pragma once
@@ -126,7 +127,7 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
   constexpr int kParts = kRows / V::lanes, kStrips = Blocks / Code::blocks;
   constexpr int kBlocksAtOnce = min_of(V::blocks_at_once(Rows * InputPlanes * Code::planes), Blocks);
   const lancebill_matrix& m = *p.matrix;
-  const int64_t piece = m.group / kUnitColumns * kUnit;
+  const int64_t piece = m.group / kUnitColumns * kUnit / Code::step_units * Code::step_lines;
   const PrefetchCursor prefetch(p, s, piece);
   const Code code(p);
   F32 total[Blocks][kParts][Rows];
@@ -139,13 +140,13 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
     const auto multiply_from = [&](int b, auto in_strip) __attribute__((always_inline)) {
       for (int part = 0; part < kParts; part++) {
         using Group = GroupSums<V, Code, InputPlanes, in_strip, kBlocksAtOnce, Rows>;
-        constexpr int kLines = kPrefetchUnits * kBlocksAtOnce / Code::blocks;
+        constexpr int kLines = Code::prefetch_lines * kBlocksAtOnce / Code::blocks;
         Group group;
         group.start(p, m.zero == LANCEBILL_ZERO_U8 ? at.zeros + b * p.zero_block : nullptr, part, at.groups);
-        const uint8_t* unit = at.codes + b / Code::blocks * p.strip_bytes + part * Group::kPartBytes;
+        const uint8_t* lines = at.codes + b / Code::blocks * p.strip_bytes + part * Group::kPartBytes;
         const PrefetchSteps<V, kStrips, kLines> steps(point, p.strip_bytes, b / kBlocksAtOnce,
-                                                      piece / (kPrefetchUnits * kUnit));
-        group.add(p, code, unit, piece, steps, part == 0, at.x);
+                                                      piece / (Code::prefetch_lines * kUnit));
+        group.add(p, code, lines, piece, steps, part == 0, at.x);
         F32 scale[kBlocksAtOnce];
         load_scales<V>(m.scale, at.scales + b * p.scale_block, p.scale_block, part, scale);
         LANCEBILL_EACH(i, kBlocksAtOnce) {
@@ -238,6 +239,7 @@ void gemm(const Packed& p, const Streams& s, Records<Rows> records, float (*out)
   using V = typename VectorsFor<Level, Rows>::Type;
   if (p.matrix->codes == LANCEBILL_FLOAT8) return float_gemm<V, Blocks, Rows>(p, s, records, out);
   if (p.matrix->codes == LANCEBILL_BYTE) return gemm_of_codes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
+  if (p.matrix->codes == LANCEBILL_BITS6) return gemm_of_codes<V, SixBits<V>, Blocks, Rows>(p, s, records, out);
   if constexpr (Blocks > 1) {
     if (two_planes<V>(p)) return gemm_of_codes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
     if constexpr (V::plain_nibbles) {

@@ -9,7 +9,8 @@
  *   W[n, k] = row_scale[n] * (scale[n, g] * (code_value(n, k) - zero[n, g]) - offset[n, g])
  *
  * with code_value(c) = step * (table[c] - center)   LANCEBILL_TABLE4   codes of up to 4 bits, with table and center
- *                    = step * (c - center)          LANCEBILL_BYTE     integers of 5 to 8 bits, offset binary
+ *                    = step * (c - center)          LANCEBILL_BYTE     integers of 7 and 8 bits, offset binary
+ *                                                   LANCEBILL_BITS6    likewise, of 5 and 6 bits
  *                    = step * minifloat(c)          LANCEBILL_FLOAT8   sign, 7 - m exponent and m mantissa bits
  * A zero point is in units of the table: code_value - zero is step * (table[c] - zero_byte), and center is unused.
  *
@@ -26,6 +27,8 @@
  *   TABLE4: byte 4r + b is row r, column 4u + b: of the even block in the low nibble, of the odd block in the high one.
  *   BYTE:   byte 4r + b is row r, column 4u + b.
  *   FLOAT8: byte 16b + r is row r, column 4u + b.
+ *   BITS6:  bytes as with BYTE, but four units are stored in three, those of columns 16v .. 16v+15 from byte 192v on:
+ *           the first three in the low six bits, the fourth in the top two of each, its lowest two bits in the first.
  * Scales, zeros, offsets: [expert][block][group][16 rows], each number in its native type.
  *
  * Building: compile every *.cpp of this folder as C++17. A file that starts with `// flags MACHINE: ...` is only for
@@ -38,13 +41,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 10
+#define LANCEBILL_ABI 11
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-enum lancebill_codes { LANCEBILL_TABLE4 = 0, LANCEBILL_BYTE = 1, LANCEBILL_FLOAT8 = 2 };
+enum lancebill_codes { LANCEBILL_TABLE4 = 0, LANCEBILL_BYTE = 1, LANCEBILL_FLOAT8 = 2, LANCEBILL_BITS6 = 3 };
 
 /* NONE: 1. E8M0 is 2^(b - 127), but b = 0 is read as zero. E4M3 is signed. The kernels do not check for NaN and
  * infinite codes: the packer must reject them. */
@@ -57,7 +60,7 @@ enum lancebill_scale {
   LANCEBILL_SCALE_E4M3 = 5
 };
 
-/* U8: one byte, 0 .. 255, in units of the table (TABLE4 and BYTE only). F32: one float, subtracted after scaling: a
+/* U8: one byte, 0 .. 255, in units of the table (not FLOAT8). F32: one float, subtracted after scaling: a
  * minimum, or scale * zero for zero points that are floats or do not fit a byte. */
 enum lancebill_zero { LANCEBILL_ZERO_NONE = 0, LANCEBILL_ZERO_U8 = 1, LANCEBILL_ZERO_OFFSET_F32 = 2 };
 

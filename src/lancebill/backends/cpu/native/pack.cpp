@@ -71,7 +71,14 @@ void place_units(Bytes (&rows)[kBlock], uint8_t* out) {
   }
 }
 
-// A tile of 16 rows, or of 32 for TABLE4, to eight units.
+// Four units of 6-bit codes in the space of three.
+void join_six_bits(uint8_t* units) {
+  for (int line = 0; line < 3; line++) {
+    for (int i = 0; i < 64; i++) units[64 * line + i] |= static_cast<uint8_t>(units[3 * 64 + i] >> (2 * line) << 6);
+  }
+}
+
+// A tile of 16 rows, or of 32 for TABLE4, to eight units; of BITS6 to six.
 template <int kCodes>
 void place(const uint8_t (&tile)[2 * kBlock][kTile], uint8_t* out) {
   for (int c = 0; c < kTile; c += kBlock) {
@@ -83,6 +90,11 @@ void place(const uint8_t (&tile)[2 * kBlock][kTile], uint8_t* out) {
     if (kCodes == LANCEBILL_FLOAT8) {  // column by column
       transpose<1>(rows);
       std::memcpy(out + kBlock * c, rows, sizeof rows);
+    } else if (kCodes == LANCEBILL_BITS6) {
+      uint8_t units[4 * 64];
+      place_units(rows, units);
+      join_six_bits(units);
+      std::memcpy(out + kBlock * c / 4 * 3, units, 3 * 64);
     } else {
       place_units(rows, out + kBlock * c);
     }
@@ -103,7 +115,8 @@ void place_pairs(const uint8_t* const (&rows)[2 * kBlock], int64_t first, uint8_
 template <int kBits, int kCodes>
 int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
   constexpr int kRows = kCodes == LANCEBILL_TABLE4 ? 2 * kBlock : kBlock;
-  const int64_t strips = m.padded_rows / kRows, strip_bytes = static_cast<int64_t>(kBlock) * m.padded_columns;
+  constexpr int kTileBytes = kCodes == LANCEBILL_BITS6 ? 48 * kUnits : 64 * kUnits;
+  const int64_t strips = m.padded_rows / kRows, strip_bytes = m.padded_columns / kTile * kTileBytes;
   std::atomic<bool> bad{false};
   parallel(m.threads, m.experts * strips, [&](int64_t task, int) {
     const int64_t expert = task / strips, strip = task % strips;
@@ -113,7 +126,7 @@ int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid)
     alignas(64) uint8_t tile[2 * kBlock][kTile];
     const bool plain = kBits == 4 && kCodes == LANCEBILL_TABLE4 && map == nullptr && invalid.count == 0 &&
                        std::find(rows, rows + kRows, nullptr) == rows + kRows;
-    for (int64_t first = 0; first < m.padded_columns; first += kTile, out += 64 * kUnits) {
+    for (int64_t first = 0; first < m.padded_columns; first += kTile, out += kTileBytes) {
       if constexpr (kCodes == LANCEBILL_TABLE4) {
         if (plain && first + kTile <= m.columns) {
           place_pairs(rows, first, out);
@@ -173,8 +186,9 @@ int32_t lancebill_pack_codes(const lancebill_rows* rows, int32_t bits, int32_t c
     return bits == 4 ? pack_codes<4, LANCEBILL_TABLE4>(*rows, map, bad)
                      : pack_codes<8, LANCEBILL_TABLE4>(*rows, map, bad);
   }
-  return codes == LANCEBILL_BYTE ? pack_codes<8, LANCEBILL_BYTE>(*rows, map, bad)
-                                 : pack_codes<8, LANCEBILL_FLOAT8>(*rows, map, bad);
+  if (codes == LANCEBILL_BYTE) return pack_codes<8, LANCEBILL_BYTE>(*rows, map, bad);
+  if (codes == LANCEBILL_BITS6) return pack_codes<8, LANCEBILL_BITS6>(*rows, map, bad);
+  return pack_codes<8, LANCEBILL_FLOAT8>(*rows, map, bad);
 }
 
 int32_t lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes) {

@@ -30,7 +30,7 @@ float minifloat(uint32_t code, int mantissa) {
 
 bool is_valid(const lancebill_matrix& m) {
   const bool table = m.codes == LANCEBILL_TABLE4, floats = m.codes == LANCEBILL_FLOAT8;
-  if (m.rows < 1 || m.columns < 1 || !within(m.codes, LANCEBILL_TABLE4, LANCEBILL_FLOAT8)) return false;
+  if (m.rows < 1 || m.columns < 1 || !within(m.codes, LANCEBILL_TABLE4, LANCEBILL_BITS6)) return false;
   if (m.group != 16 && m.group != 32 && m.group != 64 && m.group != 128) return false;
   if (!within(m.scale, LANCEBILL_SCALE_NONE, LANCEBILL_SCALE_E4M3)) return false;
   if (!within(m.zero, LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_OFFSET_F32)) return false;
@@ -127,6 +127,7 @@ Packed describe(const lancebill_matrix& m, bool gated) {
   p.blocks = static_cast<int32_t>(p.rows / kRows);
   p.groups = static_cast<int32_t>(p.columns / m.group);
   p.strip_bytes = p.columns * kRows;
+  if (m.codes == LANCEBILL_BITS6) p.strip_bytes = p.strip_bytes / kSixBitUnits * kSixBitLines;
   p.scale_row = kRows * kScaleBytes[m.scale];
   p.zero_row = kRows * kZeroBytes[m.zero];
   p.scale_block = int64_t{p.groups} * p.scale_row;

@@ -12,6 +12,8 @@ namespace lancebill {
 constexpr int kRows = 16;         // rows of a row block
 constexpr int kUnit = 64;         // bytes of codes that are decoded together: one cache line
 constexpr int kUnitColumns = 4;   // columns of a unit, for the rows of one block, or of two as nibbles
+constexpr int kSixBitUnits = 4;   // units of 6-bit codes that are stored together,
+constexpr int kSixBitLines = 3;   // in so many cache lines
 constexpr int kTileRows = 16;     // lines of a tile
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
 constexpr int kTileRowsByDefault = 6;  // input rows from which tiles are faster

@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t kScalePrefetch = 512;  // bytes from the scales being read to those being prefetched
 
-constexpr int kPrefetchUnits = 2;  // code units multiplied between two prefetch steps; spreads prefetches evenly
-
 // The row blocks that one kernel call reads. Each strip is a separate memory stream. `next_*` are the blocks read
 // afterwards: prefetches past the end of the current blocks continue there.
 struct Streams {
@@ -48,7 +46,8 @@ struct PrefetchPoint {
 // a line from each of several strips.
 template <class V, int Strips, int Count>
 struct PrefetchSteps {
-  static constexpr int kStreams = min_of(Strips, Count), kSets = Strips / kStreams, kLines = Count / kStreams;
+  static constexpr int kPower = Count & -Count;  // the largest power of two that divides it; Strips is one
+  static constexpr int kStreams = min_of(Strips, kPower), kSets = Strips / kStreams, kLines = Count / kStreams;
   static_assert(kStreams * kSets == Strips && kStreams * kLines == Count, "every line is prefetched exactly once");
   PrefetchPoint point;
   int64_t strip_bytes;
@@ -66,19 +65,20 @@ struct PrefetchSteps {
   }
 };
 
-// Prefetch addresses for a kernel that reads `piece` bytes of each strip per group. `piece` is a power of two.
+// Prefetch addresses for a kernel that reads `piece` bytes of each strip per group.
 // Distances are multiples of `piece`, so a prefetched piece never crosses the end of a strip.
 class PrefetchCursor {
  public:
   PrefetchCursor(const Packed& p, const Streams& s, int64_t piece)
-      : s_(s), strip_bytes_(p.strip_bytes), piece_(piece), end_(s.codes + p.strip_bytes) {}
+      : s_(s), strip_bytes_(p.strip_bytes), piece_(piece), far_(round_up(kFarBytes, piece)),
+        near_(round_up(kNearBytes, piece)), end_(s.codes + p.strip_bytes) {}
 
-  PrefetchPoint at(int64_t offset) const { return {address(offset, kFarBytes), address(offset, kNearBytes)}; }
+  PrefetchPoint at(int64_t offset) const { return {address(offset, far_), address(offset, near_)}; }
   LANCEBILL_INLINE PrefetchPoint next(const PrefetchPoint& point) const { return {next(point.far), next(point.near)}; }
 
  private:
   const uint8_t* address(int64_t offset, int64_t distance) const {
-    return prefetch_address(s_.codes, s_.next_codes, offset, (distance + piece_ - 1) & -piece_, strip_bytes_);
+    return prefetch_address(s_.codes, s_.next_codes, offset, distance, strip_bytes_);
   }
   LANCEBILL_INLINE const uint8_t* next(const uint8_t* address) const {
     address += piece_;
@@ -86,7 +86,7 @@ class PrefetchCursor {
   }
 
   Streams s_;
-  int64_t strip_bytes_, piece_;
+  int64_t strip_bytes_, piece_, far_, near_;
   const uint8_t* end_;
 };
 

@@ -4,6 +4,7 @@
 // columns; each line has that pair for all 16 output rows.
 #pragma once
 
+#include "group_codes.h"
 #include "prefetch.h"
 #include "tile_config.h"
 #include "tile_fp16.h"
@@ -16,7 +17,7 @@ constexpr int kTileBytes = 1024, kPair = 2;
 constexpr int kTileHalves = kTileBytes / 2;
 
 // How codes become numbers. 4-bit codes are nibbles of bytes that two blocks share; there are always two of them.
-enum class TileCodes { kFp16, kFp16WithZeros, kFp16Byte, kTable, kByte, kFloat8 };
+enum class TileCodes { kFp16, kFp16WithZeros, kFp16Byte, kFp16SixBits, kTable, kByte, kSixBits, kFloat8 };
 
 template <TileCodes Codes>
 struct CodesOf {
@@ -30,10 +31,12 @@ LANCEBILL_INLINE void with_codes(const Packed& p, const Use& use) {
 #ifdef __AVX512FP16__
   if (expands_in_fp16(p)) {
     if (m.codes == LANCEBILL_BYTE) return use(CodesOf<TileCodes::kFp16Byte>());
+    if (m.codes == LANCEBILL_BITS6) return use(CodesOf<TileCodes::kFp16SixBits>());
     return m.zero == LANCEBILL_ZERO_U8 ? use(CodesOf<TileCodes::kFp16WithZeros>()) : use(CodesOf<TileCodes::kFp16>());
   }
 #endif
   if (m.codes == LANCEBILL_BYTE) return use(CodesOf<TileCodes::kByte>());
+  if (m.codes == LANCEBILL_BITS6) return use(CodesOf<TileCodes::kSixBits>());
   if (m.codes == LANCEBILL_FLOAT8) return use(CodesOf<TileCodes::kFloat8>());
   use(CodesOf<TileCodes::kTable>());
 }
@@ -57,7 +60,7 @@ class Expander {
   // Tile k is stored at index k & `mask`. `alone`: there is only one block, which is then used as both.
   Expander(const Codebook& book, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
       : p_(&book.p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask),
-        prefetch_(book.p, s, kTileColumns * kRows), point_(prefetch_.at(0)), minifloat_(book.minifloat)
+        prefetch_(book.p, s, kBytes), point_(prefetch_.at(0)), minifloat_(book.minifloat)
 #ifdef __AVX512FP16__
         ,
         fp16_blocks_{Fp16Block(book.p, book.fp16, s.scales),
@@ -79,7 +82,6 @@ class Expander {
   // Expands the next tile of a block: of the first, then of the second.
   template <int Block>
   LANCEBILL_INLINE void expand() {
-    constexpr int kBytes = kTileColumns * kRows;  // of codes per strip
     uint16_t* out = tile(next_, Block);
     const int64_t strip = kShared ? 0 : Block * second_ * p_->strip_bytes;
     LANCEBILL_EACH(i, kBytes / kUnit) {  // blocks that share codes prefetch every other line
@@ -107,8 +109,20 @@ class Expander {
 
  private:
   static constexpr bool kNibblesInFp16 = Codes == TileCodes::kFp16 || Codes == TileCodes::kFp16WithZeros;
-  static constexpr bool kInFp16 = kNibblesInFp16 || Codes == TileCodes::kFp16Byte;
+  static constexpr bool kSixBitCodes = Codes == TileCodes::kFp16SixBits || Codes == TileCodes::kSixBits;
+  static constexpr bool kInFp16 = kNibblesInFp16 || Codes == TileCodes::kFp16Byte || Codes == TileCodes::kFp16SixBits;
   static constexpr bool kShared = kNibblesInFp16 || Codes == TileCodes::kTable;
+  static constexpr bool kBytesInFp32 = Codes == TileCodes::kByte || Codes == TileCodes::kSixBits;
+  static constexpr int kUnits = kTileColumns / kUnitColumns;
+  static constexpr int kLines = kSixBitCodes ? kUnits / kSixBitUnits * kSixBitLines : kUnits;
+  static constexpr int kBytes = kLines * kUnit;  // of codes per strip
+
+  // The unit of the four columns from `column` of a tile on.
+  LANCEBILL_INLINE static __m512i unit_of(const uint8_t* codes, int column) {
+    const int unit = column / kUnitColumns;
+    if constexpr (!kSixBitCodes) return _mm512_loadu_si512(codes + unit * kUnit);
+    return SixBits<Avx512>::load(codes + unit / kSixBitUnits * kSixBitLines * kUnit, unit % kSixBitUnits);
+  }
 
   // A weight is scale * number - offset. Passed by value, like tables and `minifloat`: the compiler would reload
   // vectors in memory after every store, since the store might alias them.
@@ -131,7 +145,7 @@ class Expander {
       const Fp16Block::Group group = halves.group(scales, with_zeros ? zeros : nullptr);
       LANCEBILL_UNROLL
       for (int i = First; i < First + Count; i += kUnitColumns) {
-        const __m512i word = _mm512_loadu_si512(codes + i * kRows);
+        const __m512i word = unit_of(codes, i);
         uint16_t* lines = out + i * kRows;
         if constexpr (kNibblesInFp16) {
           halves.line<kZeros, 4 * Block>(word, group, lines);
@@ -147,13 +161,13 @@ class Expander {
       const __m512 values = _mm512_loadu_ps(p_->values);
       const Avx512::Minifloat minifloat = minifloat_;
       for (int i = First; i < First + Count; i += kUnitColumns) {
-        const uint8_t* unit = codes + i * kRows;
         uint16_t* lines = out + i * kRows;
         if constexpr (Codes == TileCodes::kTable) {
-          table_unit(unit, Block, values, group, lines);
-        } else if constexpr (Codes == TileCodes::kByte) {
-          byte_unit(unit, group, lines);
+          table_unit(unit_of(codes, i), Block, values, group, lines);
+        } else if constexpr (kBytesInFp32) {
+          byte_unit(unit_of(codes, i), group, lines);
         } else {
+          const uint8_t* unit = codes + i * kRows;
           store(minifloat.decode(unit), minifloat.decode(unit + kRows), group, lines);
           store(minifloat.decode(unit + 2 * kRows), minifloat.decode(unit + 3 * kRows), group, lines + 32);
         }
@@ -167,7 +181,7 @@ class Expander {
     const __m512 unit = Codes == TileCodes::kFloat8 ? minifloat_.unit : _mm512_set1_ps(p_->unit);
     const __m512 scale = _mm512_mul_ps(stored, unit);
     __m512 offset = _mm512_setzero_ps();
-    if (Codes == TileCodes::kByte) offset = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(m.center)));
+    if (kBytesInFp32) offset = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(m.center)));
     if (m.zero == LANCEBILL_ZERO_U8) offset = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0)));
     if (m.zero == LANCEBILL_ZERO_OFFSET_F32) offset = _mm512_add_ps(offset, Avx512::floats(zeros, 0));
     return {scale, offset};
@@ -175,8 +189,8 @@ class Expander {
 
   // A row's four codes are nibbles or bytes of its 32-bit word. Codes 16 bits apart become a pair, so `write_tile_row`
   // permutes the inputs to match. vpermps ignores all but four index bits, so no mask is needed.
-  LANCEBILL_INLINE static void table_unit(const uint8_t* unit, int block, __m512 values, Group group, uint16_t* out) {
-    const __m512i word = _mm512_srli_epi32(_mm512_loadu_si512(unit), 4 * block);
+  LANCEBILL_INLINE static void table_unit(__m512i unit, int block, __m512 values, Group group, uint16_t* out) {
+    const __m512i word = _mm512_srli_epi32(unit, 4 * block);
     store(look_up<0>(word, values), look_up<16>(word, values), group, out);
     store(look_up<8>(word, values), look_up<24>(word, values), group, out + 32);
   }
@@ -186,8 +200,8 @@ class Expander {
     return _mm512_permutexvar_ps(Bit == 0 ? word : _mm512_srli_epi32(word, Bit), values);
   }
 
-  LANCEBILL_INLINE static void byte_unit(const uint8_t* unit, Group group, uint16_t* out) {
-    const __m512i word = _mm512_loadu_si512(unit), byte = _mm512_set1_epi32(255);
+  LANCEBILL_INLINE static void byte_unit(__m512i word, Group group, uint16_t* out) {
+    const __m512i byte = _mm512_set1_epi32(255);
     const auto number = [&](__m512i shifted) { return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, byte)); };
     store(number(word), number(_mm512_srli_epi32(word, 16)), group, out);
     store(number(_mm512_srli_epi32(word, 8)), number(_mm512_srli_epi32(word, 24)), group, out + 32);

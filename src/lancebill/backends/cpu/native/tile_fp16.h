@@ -13,12 +13,12 @@ namespace {
 
 constexpr int32_t kLargestByte = 255;
 
-// Whether weights are expanded in fp16: codes of 4 and 8 bits, except with offsets that are subtracted after scaling.
+// Whether weights are expanded in fp16: all integers and tables, except with offsets that are subtracted after scaling.
 inline bool expands_in_fp16(const Packed& p) {
 #ifdef __AVX512FP16__
   const lancebill_matrix& m = *p.matrix;
   if (m.zero == LANCEBILL_ZERO_OFFSET_F32) return false;
-  return m.codes == LANCEBILL_TABLE4 || (m.codes == LANCEBILL_BYTE && m.center <= kLargestByte);
+  return m.codes == LANCEBILL_TABLE4 || (m.codes != LANCEBILL_FLOAT8 && m.center <= kLargestByte);
 #else
   return (void)p, false;
 #endif
@@ -66,7 +66,7 @@ class Fp16Block {
     scale_factor_ = _mm512_mul_ps(inverse, _mm512_set1_ps(table.peak));
     const __m512 unit = _mm512_set1_ps(p.unit / table.factor / table.peak);
     correction_ = _mm512_mul_ps(_mm512_castsi512_ps(powers), unit);
-    if (p.matrix->codes == LANCEBILL_BYTE) bias_ = kByteBias;
+    if (p.matrix->codes != LANCEBILL_TABLE4) bias_ = kByteBias;
     center_ = in_both_halves(_mm512_set1_ps(bias_ + static_cast<float>(p.matrix->center)));  // of bytes
   }
 

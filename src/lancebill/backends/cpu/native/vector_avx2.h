@@ -76,6 +76,17 @@ struct Avx2 {
   static Codes high_nibbles(Codes codes) {
     return each<Codes>([&](int i) { return low_nibble(_mm256_srli_epi16(codes.part[i], 4)); });
   }
+  static Codes low_six(Codes codes) {
+    return each<Codes>([&](int i) { return _mm256_and_si256(codes.part[i], _mm256_set1_epi8(63)); });
+  }
+  static Codes top_pairs(Codes a, Codes b, Codes c) {
+    return each<Codes>([&](int i) {
+      const __m256i first = _mm256_and_si256(_mm256_srli_epi16(a.part[i], 6), _mm256_set1_epi8(3));
+      const __m256i second = _mm256_and_si256(_mm256_srli_epi16(b.part[i], 4), _mm256_set1_epi8(12));
+      const __m256i third = _mm256_and_si256(_mm256_srli_epi16(c.part[i], 2), _mm256_set1_epi8(48));
+      return _mm256_or_si256(_mm256_or_si256(first, second), third);
+    });
+  }
   static Codes low_bits(Codes codes) {
     return each<Codes>([&](int i) { return _mm256_and_si256(codes.part[i], _mm256_set1_epi8(127)); });
   }

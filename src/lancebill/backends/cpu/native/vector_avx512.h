@@ -43,6 +43,15 @@ struct Avx512 {
   static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
   static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
 
+  static Codes low_six(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(63)); }
+  static Codes top_pairs(Codes a, Codes b, Codes c) {
+    constexpr int kChoose = 0xca;  // by the bits of the first: of the second, else of the third
+    const __m512i pair = _mm512_set1_epi8(3), two = _mm512_set1_epi8(15);
+    const __m512i lower = _mm512_srli_epi16(a, 6), middle = _mm512_srli_epi16(b, 4), upper = _mm512_srli_epi16(c, 2);
+    const __m512i first = _mm512_ternarylogic_epi32(pair, lower, middle, kChoose);
+    return low_six(_mm512_ternarylogic_epi32(two, first, upper, kChoose));
+  }
+
   static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
   static I32 subtract(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }

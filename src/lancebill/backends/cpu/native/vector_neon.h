@@ -68,6 +68,15 @@ struct NeonVectors {
   static Codes high_nibbles(Codes codes) {
     return each<Codes>([&](int i) { return vshrq_n_u8(codes.part[i], 4); });
   }
+  static Codes low_six(Codes codes) {
+    return each<Codes>([&](int i) { return vandq_u8(codes.part[i], vdupq_n_u8(63)); });
+  }
+  static Codes top_pairs(Codes a, Codes b, Codes c) {
+    return each<Codes>([&](int i) {
+      const uint8x16_t two = vsriq_n_u8(c.part[i], b.part[i], 2);  // the pair of c, then that of b
+      return vshrq_n_u8(vsriq_n_u8(two, a.part[i], 4), 2);
+    });
+  }
   static Codes to_signed(Codes codes) {
     return each<Codes>([&](int i) { return veorq_u8(codes.part[i], vdupq_n_u8(128)); });
   }

@@ -31,6 +31,11 @@ struct Portable {
   static Codes low(const Table& table, Codes codes) { return look_up(table, codes & 0x0f0f0f0fu); }
   static Codes high(const Table& table, Codes codes) { return look_up(table, (codes >> 4) & 0x0f0f0f0fu); }
 
+  static Codes low_six(Codes codes) { return codes & 0x3f3f3f3fu; }
+  static Codes top_pairs(Codes a, Codes b, Codes c) {
+    return ((a >> 6) & 0x03030303u) | ((b >> 4) & 0x0c0c0c0cu) | ((c >> 2) & 0x30303030u);
+  }
+
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
     for (int i = 0; i < 4; i++) sum += (I32)((codes >> (8 * i)) & 255u) * int32_t{x[i]};
     return sum;
