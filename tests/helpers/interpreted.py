@@ -81,7 +81,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make dependent-launch calls no-ops, convert loop bounds for newer numpy, and round floats as the GPU does."""
     torch.manual_seed(0)
     monkeypatch.setattr(interpreting, "_convert_float", _rounded)
-    monkeypatch.setattr(convert_row, "_to_e4m3", lambda row: row.to(tl.float8e4nv))  # no PTX in the interpreter
+    # There is no PTX in the interpreter.
+    monkeypatch.setattr(convert_row, "_to_e4m3", lambda row: row.to(tl.float8e4nv))
+    monkeypatch.setattr(convert_row, "_corrected_quotient", lambda x, factor, by, _: tl.div_rn(x * factor, -by))
     monkeypatch.setattr(rows, "gdc_wait", lambda **_: None)
     monkeypatch.setattr(rows, "gdc_launch_dependents", lambda **_: None)
     monkeypatch.setattr(rows, "range", scalars, raising=False)

@@ -36,5 +36,6 @@ def rows_kernel(
         if (kind.startswith("*") and name not in _ANY_ALIGNMENT) or name in ("hidden", "width")
     )
     # Without maxnreg the assembler may spill to raise occupancy. With it, the assembler ignores the number of threads.
-    options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
+    most = _REGISTERS // (32 * warps * blocks) // 8 * 8  # they are allocated in eights
+    options = (("num_warps", warps), ("maxnreg", min(255, most)))
     return KernelSource(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)

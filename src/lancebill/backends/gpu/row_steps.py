@@ -20,6 +20,7 @@ from lancebill.backends.gpu.step import CALL, Grid, Ref, Step, Value, scratch_re
 from lancebill.backends.gpu.tiles import power_of_two
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
+_PLACED = 128  # slots that a program places at once, one for each thread: with more threads, all would load all ids
 _OWNERS = 1024  # rows whose owners one program writes
 _ROW_ELEMENT = {E4M3: "fp8e4nv", S8: "i8"}
 _IDS, _WEIGHTS = " ".join(src.ID_ARGUMENTS), " ".join(src.WEIGHT_ARGUMENTS)
@@ -38,7 +39,7 @@ def dispatch_indexed(plan: GpuPlan) -> list[Step]:
         ids = next(count for count in (*_FEW_IDS, most) if plan.slots <= count)
         per_expert = row["QUANTISED"] and (row["ORDERED"] or row["SCALED"] or row["STATIC"])
         # Two programs per SM all run at once, but each has half the registers.
-        blocks = 2 if row["H"] <= 8192 and ids <= 2048 and not per_expert else 1
+        blocks = 2 if row["H"] <= 8192 and ids <= 2048 and experts <= 512 and not per_expert else 1
         constants = {"R": ids, "P": max(16, power_of_two(top_k)), "E": experts, **row}
         names = (f"{_IDS} {_WEIGHTS} x perm pre_scale given slots places owners out scales tiles counts tokens hidden "
                  "capacity")  # fmt: skip
@@ -48,16 +49,16 @@ def dispatch_indexed(plan: GpuPlan) -> list[Step]:
             )
         ]
     width = chunk(plan)
-    held = 64 if experts == 256 else (1 << 13) // experts  # chunks whose counts a program holds in registers
+    held = (1 << 13) // experts  # chunks whose counts a program holds in registers
     return [
         _dispatch_step(plan, "count_ids", f"{_IDS} counted top_k total_slots", {"CHUNK": width, "E": experts}, 4,
               lambda m: (chunks(plan, m * top_k), 1)),
         _dispatch_step(plan, "place_ids",
               f"{_IDS} counted slots places owners tiles counts top_k total_slots capacity",
-              {"CHUNKS": held, "CHUNK": width, "P": 128, "E": experts, **_sizes(plan)}, 8,
+              {"CHUNKS": held, "CHUNK": width, "P": _PLACED, "E": experts, **_sizes(plan)}, _PLACED // 32,
               lambda m: (chunks(plan, m * top_k) + 1, 1)),
         _dispatch_step(plan, "send_rows", f"{_WEIGHTS} x perm pre_scale given places owners out scales hidden", row,
-              _warps(row["H"]), lambda m: (m, 1)),
+              max(4, _warps(row["H"])), lambda m: (m, 1), _blocks(plan.first_gemm, max(4, _warps(row["H"])))),
     ]  # fmt: skip
 
 
@@ -169,13 +170,20 @@ def prepare(plan: GpuPlan, name: str, rows: Ref, into: tuple[str, str], per_toke
     }
     constants = {"W": power_of_two(row_width(gemm, width)), **_conversion(gemm), "PLACED": placed, "OWNED": owned}
     kinds = {name: kind for name, (kind, _) in table.items()}
-    source = src.rows_kernel("prepare_rows", kinds, constants, _warps(constants["W"]))
+    warps = _warps(constants["W"])
+    source = src.rows_kernel("prepare_rows", kinds, constants, warps, _blocks(gemm, warps))
     return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (m * per_token, 1))
 
 
 def _warps(width: int) -> int:
     """Warps of a program that holds a row in registers: 64 numbers per thread always fit."""
-    return max(4, width // 2048)
+    return max(1, width // 2048)
+
+
+def _blocks(gemm: GemmPlan, warps: int) -> int:
+    """Programs per SM that hold a row each: one reads while others compute. 24 warps leave 80 registers per thread,
+    enough if rows are only divided by their scale."""
+    return 1 if gemm.ordered or gemm.scaled or gemm.static or gemm.rotation else max(1, 24 // warps)
 
 
 def combine(plan: GpuPlan) -> Step:

@@ -25,8 +25,8 @@ from lancebill.backends.ampere.kernels.pipeline import (
     with_tokens,
 )
 from lancebill.backends.gpu.kernels import dequant
-from lancebill.backends.gpu.kernels.dispatch_combine import largest_size, size_count, size_of
 from lancebill.backends.gpu.kernels.epilogue import load_targets, scale_rows, store_rows
+from lancebill.backends.gpu.kernels.tile_sizes import largest_size, size_count, size_of
 
 
 @gluon.jit

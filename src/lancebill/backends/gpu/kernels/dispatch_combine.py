@@ -17,24 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lancebill.backends.gpu.kernels.convert_row import prepare_row, stored_columns
 from lancebill.backends.gpu.kernels.slots import load_experts, load_weights
+from lancebill.backends.gpu.kernels.tile_sizes import launch_of, launches_padded, size_of
 
 CLASSES = tl.constexpr(8)  # the most tile sizes, and the most launches of a GEMM
-
-
-@triton.constexpr_function
-def size_of(SIZES, number):
-    """One of several tile sizes; 0 if there are fewer. SIZES has a byte for each."""
-    return (SIZES >> (8 * number)) & 255
-
-
-@triton.constexpr_function
-def size_count(SIZES):
-    return (SIZES.bit_length() + 7) // 8
-
-
-@triton.constexpr_function
-def largest_size(SIZES):
-    return max(SIZES.to_bytes(8, "little"))
 
 
 @triton.jit
@@ -67,18 +52,18 @@ def _write_tiles(total, start, tiles, counts, capacity, E: tl.constexpr, FULL: t
             launch = tl.where(fits, size_of(LAUNCHES, c), launch)
     number = tl.arange(0, 4 * CLASSES)
     tl.store(counts + number, 0, mask=number % 4 > 0)
-    for c in tl.static_range(largest_size(LAUNCHES) + 1):  # launch c
-        mine = (launch == c).to(tl.int32)
-        before = tl.zeros([E], tl.int32)
-        for i in tl.static_range(CLASSES):
-            if size_of(SIZES, i) == FULL and size_of(LAUNCHES, i) == c:
-                before = full
-        n = before + mine
-        first = c * capacity + tl.cumsum(n, 0) - n
-        tl.store(counts + 4 * c, tl.sum(n, 0))
-        for i in range(tl.max(before, 0)):
-            _write_record(tiles + (first + i) * 4, e, start + i * FULL, FULL, FULL, i < before)
-        _write_record(tiles + (first + before) * 4, e, start + full * FULL, rest, size, mine > 0)
+    numbers = tl.arange(0, launches_padded(LAUNCHES))
+    c = numbers[:, None]  # launches, all at once: each scan waits several times for all threads
+    mine = (launch[None, :] == c).to(tl.int32)
+    before = tl.where(c == launch_of(SIZES, LAUNCHES, FULL), full[None, :], 0)
+    n = before + mine
+    tl.store(counts + 4 * numbers, tl.sum(n, 1))
+    first = c * capacity + tl.cumsum(n, 1) - n
+    full_at = tl.sum(tl.where(c == launch_of(SIZES, LAUNCHES, FULL), first, 0), 0)
+    rest_at = tl.sum(tl.where(mine > 0, first + before, 0), 0)
+    for i in range(tl.max(full, 0)):
+        _write_record(tiles + (full_at + i) * 4, e, start + i * FULL, FULL, FULL, i < full)
+    _write_record(tiles + rest_at * 4, e, start + full * FULL, rest, size, launch >= 0)
 
 
 @triton.jit
@@ -141,14 +126,12 @@ def list_tiles(
 
 
 @triton.jit
-def _place(ids, top_k, slot0, n, base, slots, places, owners, P: tl.constexpr, E: tl.constexpr):
-    """Assign places to slots slot0 .. slot0 + n (n <= P) from each expert's next free place (`base`).
-
-    Returns the number of slots per expert.
+def _place(mine, slot0, n, base, slots, places, owners, P: tl.constexpr, E: tl.constexpr):
+    """Assign places to slots slot0 .. slot0 + n (n <= P) of the experts `mine`, from each expert's next free place
+    (`base`). Returns the number of slots per expert.
     """
     i = tl.arange(0, P)
-    mine = _load_slots(ids, top_k, slot0 + i, i < n)
-    before = tl.sum(((mine[:, None] == mine[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    before = tl.sum(((mine[:, None] == mine[None, :]) & (i[:, None] < i[None, :])).to(tl.int32), 0)
     placed = mine >= 0
     place = tl.where(placed, before + tl.gather(base, tl.maximum(mine, 0), 0), -1)
     tl.store(slots + place, slot0 + i, mask=placed)
@@ -186,20 +169,17 @@ def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, t
         targets += (tl.load(places + token * TOP_K + choice),)
     for choice in tl.static_range(TOP_K):
         place = targets[choice]
-        if place >= 0:
-            target = out + place.to(tl.int64) * length + at
-            if SAME_FOR_ALL:
-                tl.store(target, row, mask=at < length)
-                if QUANTISED:
-                    tl.store(scales + place, scale)
-            else:
-                expert = tl.load(owners + place)
-                converted, own_scale = prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden,
-                                                   TYPE, QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC,
-                                                   ROTATION)  # fmt: skip
-                tl.store(target, converted.to(TYPE), mask=at < length)
-                if QUANTISED:
-                    tl.store(scales + place, own_scale)
+        if SAME_FOR_ALL:  # stores are masked: in a branch each, codes would be packed again for each place
+            tl.store(out + place.to(tl.int64) * length + at, row, mask=(at < length) & (place >= 0))
+            if QUANTISED:
+                tl.store(scales + place, scale, mask=place >= 0)
+        elif place >= 0:
+            expert = tl.load(owners + place)
+            converted, own_scale = prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden, TYPE,
+                                               QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
+            tl.store(out + place.to(tl.int64) * length + at, converted.to(TYPE), mask=at < length)
+            if QUANTISED:
+                tl.store(scales + place, own_scale)
 
 
 @triton.jit
@@ -226,7 +206,9 @@ def dispatch_small(
     else:
         slot0 = b * TOP_K
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
-        _place(ids, TOP_K, slot0, TOP_K, start + before, slots, places, owners, P, E)
+        i = tl.arange(0, P)
+        mine = _load_slots(ids, TOP_K, slot0 + i, i < TOP_K)
+        _place(mine, slot0, TOP_K, start + before, slots, places, owners, P, E)
         tl.debug_barrier()
         _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, b, hidden, H, TOP_K, QUANTISED,
                   WEIGHTED, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
@@ -269,9 +251,13 @@ def place_ids(
         _write_tiles(total, start, tiles, counts, capacity, E, FULL, SIZES, LAUNCHES)
     else:
         base = start + earlier
-        for slot0 in range(b * CHUNK, tl.minimum(b * CHUNK + CHUNK, total_slots), P):
-            n = tl.minimum(total_slots - slot0, P)
-            base += _place(ids, top_k, slot0, n, base, slots, places, owners, P, E)
+        i = tl.arange(0, P)
+        end = tl.minimum(b * CHUNK + CHUNK, total_slots)
+        mine = _load_slots(ids, top_k, b * CHUNK + i, b * CHUNK + i < end)
+        for slot0 in range(b * CHUNK, end, P):
+            following = _load_slots(ids, top_k, slot0 + P + i, slot0 + P + i < end)  # while `mine` is placed
+            base += _place(mine, slot0, end - slot0, base, slots, places, owners, P, E)
+            mine = following
 
 
 @triton.jit

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import form_of
-from lancebill.backends.gpu.kernels.dispatch_combine import largest_size, size_count, size_of
 from lancebill.backends.gpu.kernels.epilogue import epilogue_config, load_targets, scale_rows, store_rows
 from lancebill.backends.gpu.kernels.gluon_names import copy_tile
+from lancebill.backends.gpu.kernels.tile_sizes import largest_size, size_count, size_of
 from lancebill.backends.hopper.kernels.mainloop import (
     copy_weights,
     first_token,
