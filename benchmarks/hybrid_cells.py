@@ -289,7 +289,7 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     chosen = divide_batch.choose_ways(counts, tokens, size, rates)
     forced = {
         "prefill": (rates, BOTH_WORTH),
-        "cpu": (replace(rates, copy_gbs=1e-6, alone_gbs=1e-6), BOTH_WORTH),
+        "cpu": (replace(rates, copy_gbs=1e-6), BOTH_WORTH),
         "copied": (replace(rates, cpu_gbs=1e-6, cpu_gflops=1e-6, cpu_points=()), BOTH_WORTH),
         "both": (rates, 1.0),
     }
@@ -300,7 +300,6 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
             return once_us(lambda: whole(layer)(given))
 
     measures = {name: partial(us, *how) for name, how in forced.items()}
-    in_turns(measures, 1)
     taken = in_turns(measures, PREFILLS)
     missing = len(chosen.cpu) + len(chosen.streamed)
     wire = missing * size.bytes / wire_gbs / 1e3

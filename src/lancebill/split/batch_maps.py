@@ -44,9 +44,9 @@ class BatchMaps:
         return self._ids[:rows], self._weights[:rows]
 
     def answer(self, flag: Tensor) -> bool:
-        """Whether a flag is set. Waits likewise, while experts are copied."""
+        """Whether a flag is set. Waits likewise."""
         torch.add(flag.int().view(1), 0, out=self._seen_flag)
-        MailboxQueue(self.device).wait_asleep()
+        MailboxQueue(self.device).wait()
         return bool(self._flag)
 
     def cpu_rows(self, chosen: ChosenExperts, expert_map: Tensor, on_cpu: Sequence[int]) -> CpuRows:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lancebill.jit import driver
-from lancebill.split.gpu_queues import wait_asleep
 from lancebill.split.streamed import BUFFERS
 
 _pinned: dict[int, bool] = {}  # by address, whether copies read the memory in place
@@ -31,7 +30,7 @@ class CudaLane:
     def batch(self) -> Iterator[None]:
         """The buffers belong to one batch: one of another stream must have ended before."""
         with self._one_at_a_time:
-            wait_asleep(self._ended)
+            self._ended.synchronize()
             self.begin_batch()
             try:
                 yield

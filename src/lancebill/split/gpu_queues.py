@@ -7,7 +7,6 @@ waits for the answer: one call, but it starts and ends tens of microseconds earl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +20,6 @@ from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.jit import driver
 from lancebill.split.mailbox import PINNED, Mailbox
 
-_LOOK_S = 3e-5
 _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and the caller's stream
 
 
@@ -79,9 +77,6 @@ class _GpuQueue:
     def wait(self) -> None:
         self.stream.synchronize()
 
-    def wait_asleep(self) -> None:
-        wait_asleep(self.stream)
-
 
 class SideStream(_GpuQueue):
     """A fork of the current stream of a device. A host function blocks its stream, so the GPU's part has another."""
@@ -123,12 +118,6 @@ class MailboxQueue(_GpuQueue):
         if self._asked is not None:
             box, call = self._asked
             box.wait(self.device.index or 0, self.number, call.out)
-
-
-def wait_asleep(work: torch.cuda.Stream | torch.cuda.Event) -> None:
-    """Until it has run, for long waits: while a thread spins in the driver, copies from host memory are slower."""
-    while not work.query():
-        time.sleep(_LOOK_S)
 
 
 def _wide(rows: Tensor) -> Tensor:

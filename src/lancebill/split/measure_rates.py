@@ -28,7 +28,7 @@ BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
 # with which the CPU is still worth asking, because a line drawn further misleads.
 COUNTS = (1, 8, 16, 64, 128)
 _EXPERTS = 16  # of a call; the next call uses others, which are not in the CPU's caches
-_COPIED = 2 << 30  # bytes that are copied while the CPU computes, so that copies outlast the longest call
+_COPIED = 4 << 30  # bytes that are copied while the CPU computes: time for some of the longest calls
 _MOST_COPIES = 64  # waves
 _BEST_OF = 3
 
@@ -53,13 +53,11 @@ def measure_rates(
     one_us, one_token_us = _wave_line(stage, 1, lane.device)
     all_us, all_token_us = _wave_line(stage, stage.experts, lane.device)
     others = max(1, stage.experts - 1)
-    beside_s, alone_s = median(copies), _alone(host, stage, lane, wave)
     rates = Rates(
-        copy_gbs=wave / beside_s / 1e9,
+        copy_gbs=wave / min(copies) / 1e9,  # with few tokens the CPU reads more than it does in a large batch
         cpu_gbs=each / points[0][1] / 1e3,
         cpu_gflops=points[-1][0] * flops / points[-1][1] / 1e3,
-        alone_gbs=wave / min(beside_s, alone_s) / 1e9,  # alone they are not slower
-        run_us=_run_us(host, stage, lane, wave, alone_s),
+        run_us=_run_us(host, stage, lane, wave),
         pack_gbs=wave / pack_s / 1e9,
         wave_us=one_us,
         token_us=one_token_us,
@@ -84,18 +82,19 @@ def _both(
     return start.elapsed_time(end) / 1e3 / copies, median(times[:-1] or times)  # the last one outlasted the copies
 
 
-def _alone(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, step: int = 1) -> float:
+def _alone(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, step: int) -> float:
     """Seconds of the copy of a wave while the CPU computes nothing."""
     start, end, copies = _copies(host, stage, lane, wave, step)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / copies
 
 
-def _run_us(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int, alone_s: float) -> float:
+def _run_us(host: CpuExecutor, stage: Stage, lane: CudaLane, wave: int) -> float:
     """How much longer copies take for every expert that has no neighbour."""
     if stage.experts == 1 or host.problem.experts < 2 * stage.experts:
         return 0.0
-    return max(0.0, _alone(host, stage, lane, wave, step=2) - alone_s) * 1e6 / (stage.experts - 1)
+    together, apart = (_alone(host, stage, lane, wave, step) for step in (1, 2))
+    return max(0.0, apart - together) * 1e6 / (stage.experts - 1)
 
 
 def _copies(
@@ -133,7 +132,7 @@ def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int]:
     shape = HostShape(rows, problem.input.storage, torch.int32, torch.float32, host_threads().count)
     places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
     places[places >= problem.experts] = -1
-    call = host.host_call(shape, places, lambda size: torch.zeros(size, dtype=torch.uint8, device="cpu"))
+    call = host.host_call(shape, places, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu"))
     call.x.copy_(torch.linspace(-1, 1, problem.hidden, device="cpu"))
     call.weights.fill_(1.0)
     call.ids.fill_(-1)

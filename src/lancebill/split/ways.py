@@ -46,7 +46,6 @@ class Rates:
     call_us: float = 100.0  # to the CPU and back
     wait_us: float = 300.0  # until the first copies are queued
     divide_us: float = 500.0  # from then until the CPU has its rows, if it has only some experts
-    alone_gbs: float = 0.0  # as `copy_gbs`, while the CPU computes nothing; 0: not measured
     run_us: float = 0.0  # that copies take longer for every piece of neighbouring experts but the first
     # Tokens of an expert, ascending, and the us that the CPU takes, if each row has only one expert of the CPU.
     cpu_points: tuple[tuple[float, float], ...] = ()
@@ -77,6 +76,7 @@ class Rates:
 
 
 MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
+LATE = 1.05  # by so much the CPU may take longer than estimated: one expert too many costs more than one too few
 BOTH_WORTH = 0.95  # of the better of both ways alone, by estimate: it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
 
@@ -152,8 +152,6 @@ class _Batch:
         # The CPU's experts lie anywhere among the others.
         runs_us = rates.run_us * copied * (len(self.counts) - copied) / max(1, len(self.counts))
         us: Numbers = rates.wait_us + last + rows_us + runs_us + copied * max(costs.copy, gpu_us)
-        if rates.alone_gbs:  # with nothing for the CPU to read
-            us[0] = rates.wait_us + last + copied[0] * max(self.size.bytes / rates.alone_gbs / 1e3, gpu_us)
         us[-1] = 0.0
         return us
 
@@ -180,7 +178,7 @@ def choose_ways(
     order = _order_of_cpu(counts, begun)
     batch = _Batch(counts[order], tokens, size, rates)
     number = 0 if batch.us[0] < batch.us[-1] else len(order)
-    both = int(batch.us.argmin())
+    both = int(np.maximum(LATE * batch.cpu_us, batch.stream_us).argmin())
     if batch.us[both] <= worth * batch.us[number]:
         number = both
     ways = tuple(order[:number].tolist()), tuple(sorted(order[number:].tolist()))
