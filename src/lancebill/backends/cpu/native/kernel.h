@@ -69,7 +69,7 @@ LANCEBILL_INLINE void store_totals(const typename V::F32 (&total)[Blocks][Parts]
 template <int InputPlanes, int Rows>
 struct GroupCursor {
   const uint8_t *codes, *scales, *zeros;
-  int64_t scales_read = 0;  // bytes per block
+  int64_t scales_read = 0, zeros_read = 0;  // bytes per block
   const int8_t* x[Rows];
   const InputGroup* groups[Rows];
 
@@ -87,6 +87,10 @@ struct GroupCursor {
       const uint8_t* later = prefetch_address(s.scales, s.next_scales, scales_read, kScalePrefetch, p.scale_block);
       LANCEBILL_EACH(b, Blocks) __builtin_prefetch(later + b * p.scale_block);
     }
+    if (zeros_read % kUnit == 0 && p.matrix->zero != LANCEBILL_ZERO_NONE) {
+      const uint8_t* later = prefetch_address(s.zeros, s.next_zeros, zeros_read, kScalePrefetch, p.zero_block);
+      LANCEBILL_EACH(b, Blocks) __builtin_prefetch(later + b * p.zero_block);
+    }
   }
 
   LANCEBILL_INLINE void advance(const Packed& p, int64_t code_bytes) {
@@ -94,6 +98,7 @@ struct GroupCursor {
     scales += p.scale_row;
     scales_read += p.scale_row;
     zeros += p.zero_row;
+    zeros_read += p.zero_row;
     LANCEBILL_EACH(r, Rows) {
       x[r] += InputPlanes * p.matrix->group;
       groups[r]++;

@@ -7,17 +7,17 @@
 namespace lancebill {
 namespace {
 
-constexpr int64_t kScalePrefetch = 512;  // bytes from the scales being read to those being prefetched
+constexpr int64_t kScalePrefetch = 512;  // bytes from the scales and zeros being read to those being prefetched
 
 // The row blocks that one kernel call reads. Each strip is a separate memory stream. `next_*` are the blocks read
 // afterwards: prefetches past the end of the current blocks continue there.
 struct Streams {
   const uint8_t *codes, *scales, *zeros;
-  const uint8_t *next_codes, *next_scales;
+  const uint8_t *next_codes, *next_scales, *next_zeros;
 };
 
 inline Streams streams(const Packed& p, int64_t block, int64_t next) {
-  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
+  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next), p.zeros(next)};
 }
 
 // The address `distance` bytes after `offset` in `current`, which has `size` bytes and is followed by `next`. The
