@@ -21,7 +21,6 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self._questions = torch.cuda.Stream(device)  # so that no kernel stands behind copies
         self._number = self.stream.cuda_stream
         self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._released = [torch.cuda.Event() for _ in range(BUFFERS)]
@@ -41,9 +40,9 @@ class CudaLane:
     @contextmanager
     def packed(self) -> Iterator[None]:
         """What is queued inside waits until all buffers were released, and for nothing that was queued later."""
-        with torch.cuda.stream(self._questions):
+        with torch.cuda.stream(self.stream):
             for event in self._released:
-                self._questions.wait_event(event)
+                self.stream.wait_event(event)
             yield
 
     def begin_batch(self) -> None:
