@@ -74,9 +74,20 @@ def _load(file: ResultFile, threads: int) -> str:
 def _served(served: dict[str, Any]) -> str:
     if "absent" in served:
         return ""
-    rates, streams = served["tokens_per_second"], served["streams"]
-    return (
-        f" Served, one stream has {rates['1']:.1f} tokens/s and {streams} together {rates[str(streams)]:.1f} "
-        f"({served['throughput']:.2f}x); the last of them waits {served['last_first_token']:.1f}x as long for its "
-        "first token."
+    rates = served["tokens_per_second"]
+    said = f" Served, one stream has {rates['1']:.1f} tokens/s."
+    for streams, more in served["throughput"].items():
+        first = served["first_token"][streams]
+        times = [run["time_to_first_token_ms"] for run in served["runs"][streams]]
+        said += (
+            f" {streams} together have {rates[streams]:.1f} ({more:.2f}x); the last of their first tokens comes "
+            f"{first['over_first']:.2f}x as late as the first of them (at most "
+            f"{max(each['p99'] / each['min'] for each in times):.1f}x in {len(times)} runs), and "
+            f"{first['over_lone']:.1f}x as late as that of a stream alone."
+        )
+    long = served["long_prompt"]
+    return said + (
+        f" A prompt of {long['words']:,} tokens is read in {long['first_token_ms'] / 1e3:.1f} s; meanwhile "
+        f"{long['streams']} streams under way wait at most {long['largest_gap_ms']:.0f} ms for a token, "
+        f"{long['gap_before_ms']:.0f} ms before."
     )
