@@ -18,6 +18,7 @@ from lancebill.backends.gpu.plan import (
 )
 from lancebill.backends.gpu.step import CALL, Grid, Ref, Step, Value, scratch_ref
 from lancebill.backends.gpu.tiles import power_of_two
+from lancebill.jit.compile import HOPPER
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
 _PLACED = 128  # slots that a program places at once, one for each thread: with more threads, all would load all ids
@@ -58,7 +59,7 @@ def dispatch_indexed(plan: GpuPlan) -> list[Step]:
               {"CHUNKS": held, "CHUNK": width, "P": _PLACED, "E": experts, **_sizes(plan)}, _PLACED // 32,
               lambda m: (chunks(plan, m * top_k) + 1, 1)),
         _dispatch_step(plan, "send_rows", f"{_WEIGHTS} x perm pre_scale given places owners out scales hidden", row,
-              max(4, _warps(row["H"])), lambda m: (m, 1), _blocks(plan.first_gemm, max(4, _warps(row["H"])))),
+              max(4, _warps(row["H"])), lambda m: (m, 1), _blocks(plan, plan.first_gemm, max(4, _warps(row["H"])))),
     ]  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def prepare(plan: GpuPlan, name: str, rows: Ref, into: tuple[str, str], per_toke
     constants = {"W": power_of_two(row_width(gemm, width)), **_conversion(gemm), "PLACED": placed, "OWNED": owned}
     kinds = {name: kind for name, (kind, _) in table.items()}
     warps = _warps(constants["W"])
-    source = src.rows_kernel("prepare_rows", kinds, constants, warps, _blocks(gemm, warps))
+    source = src.rows_kernel("prepare_rows", kinds, constants, warps, _blocks(plan, gemm, warps))
     return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (m * per_token, 1))
 
 
@@ -180,10 +181,12 @@ def _warps(width: int) -> int:
     return max(1, width // 2048)
 
 
-def _blocks(gemm: GemmPlan, warps: int) -> int:
+def _blocks(plan: GpuPlan, gemm: GemmPlan, warps: int) -> int:
     """Programs per SM that hold a row each: one reads while others compute. 24 warps leave 80 registers per thread,
-    enough if rows are only divided by their scale."""
-    return 1 if gemm.ordered or gemm.scaled or gemm.static or gemm.rotation else max(1, 24 // warps)
+    enough on Hopper if rows are only divided by their scale."""
+    if plan.arch != HOPPER or gemm.ordered or gemm.scaled or gemm.static or gemm.rotation:
+        return 1
+    return max(1, 24 // warps)
 
 
 def combine(plan: GpuPlan) -> Step:
