@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -132,6 +133,21 @@ def test_rows_of_a_large_batch_go_to_the_cpu_in_pieces(
     whole, want, kept = _queue(queue, host, 4, 1)
     queue.wait()
     assert torch.equal(whole, want) and kept, "a call of as many rows is another one"
+
+
+def test_a_queued_call_keeps_the_ids_and_weights_of_its_rows(tmp_path: Path) -> None:
+    """Nobody else may: a layer makes new rooms for its batches when its parameters change."""
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    x, ids, weights = make_inputs(5, 0)
+    arrays = [ids.int().numpy(), weights.float().numpy()]
+    held = [weakref.ref(array) for array in arrays]
+    rows = CpuRows(host.expert_map, *map(torch.from_numpy, arrays), None)
+    sums = host.calls.queue_rows(queue, host.executor, x, rows)
+    del rows, arrays
+    assert all(array() is not None for array in held)
+    queue.wait()
+    assert torch.equal(sums, host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape)))
 
 
 def test_a_captured_call_is_replayed_with_new_rows(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class HostCall:
 
     def take(self, ids: Tensor, weights: Tensor) -> None:
         """From now on, compute only so many rows of `x`, with ids and weights that are elsewhere."""
+        self.taken = ids, weights  # kept: the call may be made when nobody else has them any more
         self.work.tokens, self.work.ids, self.work.weights = len(ids), ids.data_ptr(), weights.data_ptr()
 
     @property
