@@ -125,12 +125,15 @@ class BatchEngine:
                 self._changed.notify()
 
     def submit(self, answers: Sequence[Answer]) -> None:
-        """Queue answers; all or none."""
+        """Queue answers; all or none. An engine that has ended ends them with an error."""
         with self._changed:
             if len(self._waiting) + len(answers) > self.limits.waiting:
                 raise QueueFull("the queue is full", got=f"{len(self._waiting)} answers waiting")
-            self._waiting.extend(answers)
-            self._changed.notify()
+            if not self._stopping:
+                self._waiting.extend(answers)
+                self._changed.notify()
+                return
+        self._end(answers, End("error"))
 
     def cancel(self, answers: Iterable[Answer]) -> None:
         """Nobody wants these any more: they leave before the next step."""

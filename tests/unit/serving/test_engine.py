@@ -184,6 +184,9 @@ def test_limits() -> None:
     assert engine.counters().waiting == 2
     assert engine.stop(5)
     assert first.wait()[1] == "error", "nobody waits for a stopped engine"
+    late = Followed([1])
+    engine.submit([late])
+    assert late.wait()[1] == "error"
 
 
 def test_a_step_that_fails_costs_its_answers_only() -> None:
