@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +35,9 @@ _GLOBAL_HOOKS = (
 
 
 def is_watched(layer: nn.Module) -> bool:
-    """Whether someone wants to see the layer's calls: by a hook, or by a `forward` of the object's own."""
+    """Whether someone wants to see the layer's calls: by a hook, or by another `forward`."""
     own = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    return bool(own) or any(_GLOBAL_HOOKS) or layer.forward != MethodType(type(layer).forward, layer)
+    return bool(own) or any(_GLOBAL_HOOKS) or getattr(layer.forward, "__func__", None) is not _FORWARD
 
 
 class QuantizedLinear(PackedModule):
@@ -167,3 +166,6 @@ class QuantizedLinear(PackedModule):
     def bias(self) -> Tensor | None:
         bias = self.stored.bias
         return None if bias is None else bias.to(self.problem.input.wide)
+
+
+_FORWARD = QuantizedLinear.forward  # before anyone replaces it, or overrides it

@@ -182,7 +182,7 @@ def test_a_changed_linear_call_is_a_full_call(gpu: FakeDriver, monkeypatch: pyte
     assert call(x) is None
 
 
-@pytest.mark.parametrize("how", ["hook", "hook of all modules", "own forward"])
+@pytest.mark.parametrize("how", ["hook", "hook of all modules", "own forward", "subclass"])
 def test_who_watches_a_linear_sees_repeated_calls(gpu: FakeDriver, how: str) -> None:
     """A repeated call takes a shorter way than `nn.Module`'s, which calls hooks."""
     layer, x, seen = linear_layer(), torch.zeros(1, 128, dtype=torch.bfloat16), []
@@ -191,6 +191,10 @@ def test_who_watches_a_linear_sees_repeated_calls(gpu: FakeDriver, how: str) -> 
         stop = layer.register_forward_hook(lambda *call: seen.append(call)).remove
     elif how == "hook of all modules":
         stop = register_module_forward_pre_hook(lambda *call: seen.append(call)).remove
+    elif how == "subclass":
+        forward = lambda self, x: (seen.append(x), QuantizedLinear.forward(self, x))[1]  # noqa: E731
+        layer.__class__ = type("Watching", (QuantizedLinear,), {"forward": forward})
+        stop = partial(setattr, layer, "__class__", QuantizedLinear)
     else:
         forward = layer.forward
         layer.forward = lambda x: (seen.append(x), forward(x))[1]  # type: ignore[assignment, func-returns-value]
