@@ -6,6 +6,7 @@
 //   step_units   units decoded and multiplied in one loop step
 //   step_lines   cache lines that hold them, of which `prefetch_lines` are prefetched at once
 //   load         the bytes of one of these units
+//   held_lines   lines that stay in registers until their last unit is decoded
 //   short_sums   products are first summed in 16 bits
 //   whole_bytes  the odd block is not decoded: its sums come from those of the whole bytes (see GroupSums)
 #pragma once
@@ -43,7 +44,7 @@ LANCEBILL_INLINE typename V::Table plane_table(const Packed& p, int plane) {
 // Units that are stored as they are.
 template <class V, int Units>
 struct WholeUnits {
-  static constexpr int step_units = Units, step_lines = Units, prefetch_lines = 2;
+  static constexpr int step_units = Units, step_lines = Units, prefetch_lines = 2, held_lines = 0;
 
   LANCEBILL_INLINE static typename V::Codes load(const uint8_t* lines, int unit) {
     return V::load(lines + unit * kUnit);
@@ -104,6 +105,7 @@ template <class V>
 struct SixBits {
   static constexpr int blocks = 1, planes = 1;
   static constexpr int step_units = kSixBitUnits, step_lines = kSixBitLines, prefetch_lines = kSixBitLines;
+  static constexpr int held_lines = kSixBitLines;
   static constexpr bool short_sums = false, whole_bytes = false;
 
   explicit SixBits(const Packed&) {}

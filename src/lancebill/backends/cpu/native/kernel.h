@@ -3,8 +3,8 @@
 // Written once over a level's vector type `V`. A vector has `V::lanes` output rows: 16, or 8 or 4, where a row block is
 // processed in parts. `V` provides:
 //   rows                      largest number of input rows in one kernel call, 2 to 4
-//   blocks_at_once(sums)      row blocks that are multiplied together, given the accumulators per block: 1, 2 or 4, as
-//                             registers allow
+//   blocks_at_once(sums)      row blocks that are multiplied together, given the accumulators and other vectors that each
+//                             keeps in registers: 1, 2 or 4
 //   prefetch_twice            prefetch codes to L2, then to L1 (see kFarBytes); false if compute is slower than memory
 //   Codes, I32, F32, Table    four codes per row; one int32 per row; one float per row; a 16-byte lookup table
 //   load, table, low, high    load codes; load a table; look up the low or the high nibbles
@@ -130,7 +130,8 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
                                             float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes, kStrips = Blocks / Code::blocks;
-  constexpr int kBlocksAtOnce = min_of(V::blocks_at_once(Rows * InputPlanes * Code::planes), Blocks);
+  constexpr int kRegisters = Rows * InputPlanes * Code::planes + Code::held_lines;  // of a block
+  constexpr int kBlocksAtOnce = min_of(V::blocks_at_once(kRegisters), Blocks);
   const lancebill_matrix& m = *p.matrix;
   const int64_t piece = m.group / kUnitColumns * kUnit / Code::step_units * Code::step_lines;
   const PrefetchCursor prefetch(p, s, piece);
