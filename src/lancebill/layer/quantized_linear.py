@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ _GLOBAL_HOOKS = (
 def is_watched(layer: nn.Module) -> bool:
     """Whether someone wants to see the layer's calls: by a hook, or by another `forward`."""
     own = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    return bool(own) or any(_GLOBAL_HOOKS) or getattr(layer.forward, "__func__", None) is not _FORWARD
+    return bool(own) or any(_GLOBAL_HOOKS) or layer.forward != MethodType(_FORWARD, layer)
 
 
 class QuantizedLinear(PackedModule):
