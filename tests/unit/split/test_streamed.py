@@ -182,6 +182,7 @@ def chosen_by(ids: Tensor, weights: Tensor) -> ChosenExperts:
 
 
 @needs_kernels
+@hypothesis.settings(deadline=None)
 @hypothesis.given(*(st.integers(1, most) for most in (9, 20, 4, 5)), st.integers(0, 1 << 30))
 def test_slots_are_counted_and_rows_taken_as_defined(
     known: int, tokens: int, top_k: int, experts: int, seed: int
