@@ -307,7 +307,12 @@ def test_concurrent_clients(served: Served) -> None:
 
 
 def test_requests_whose_bytes_are_there_share_their_steps(served: Served) -> None:
-    url, process = served
+    """On a machine that is busy for longer than the engine gathers, one of them may come too late: three tries."""
+    assert 4 in (steps_of_eight_at_once(*served) for _ in range(3))
+
+
+def steps_of_eight_at_once(url: str, process: subprocess.Popen[str]) -> int:
+    """How many steps eight answers of four tokens take."""
     host = urlsplit(url).netloc
     before = metric(url, "steps_total")
     process.send_signal(signal.SIGSTOP)  # the system accepts connections and keeps their bytes meanwhile
@@ -321,7 +326,7 @@ def test_requests_whose_bytes_are_there_share_their_steps(served: Served) -> Non
         process.send_signal(signal.SIGCONT)
     replies = [json.loads(each.getresponse().read()) for each in clients]
     assert [reply["usage"]["completion_tokens"] for reply in replies] == [4] * 8
-    assert metric(url, "steps_total") - before == 4
+    return int(metric(url, "steps_total") - before)
 
 
 def test_sigterm_ends_soon_and_lets_short_answers_finish(served: Served) -> None:
