@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -388,22 +390,29 @@ def test_a_conversion_on_a_gpu_needs_one(model: Path, tmp_path: Path) -> None:
     assert result.exit_code == USAGE and parsed(result)["error"]["what"] == "no CUDA device is available"
 
 
+@contextmanager
+def handled_by(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_a_block_as_an_exception_does(number: signal.Signals) -> None:
-    with pytest.raises(SystemExit) as stopped, ui.cleans_up_when_stopped():
-        signal.raise_signal(number)
-    assert stopped.value.code == 128 + number
+    with handled_by(number, signal.SIG_DFL):  # under `nohup` it would be ignored
+        with pytest.raises(SystemExit) as stopped, ui.cleans_up_when_stopped():
+            signal.raise_signal(number)
+        assert stopped.value.code == 128 + number
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
     """As under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with handled_by(signal.SIGHUP, signal.SIG_IGN):
         with ui.cleans_up_when_stopped():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
