@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancebill.numbers.codec import CEIL, dequantize, loss, quantize, requantize
+from lancebill.numbers.codec import dequantize, loss, quantize, requantize
+from lancebill.numbers.scales import CEIL
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight
 

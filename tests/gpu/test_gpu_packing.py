@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,11 @@ def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, mon
                 words = pack_bits(weights.codes, 4, torch.int32).mT.contiguous()
                 awq = turn_awq(pack_awq(weights.codes.mT.contiguous()), weights.n)
                 for stored in (dense, turned_stream_codes(words, 4, weights.k), awq):
-                    got = packed_on("cuda", layout, shape, weights.with_codes(stored))
+                    got = packed_on("cuda", layout, shape, replace(weights, stored=stored))
                     assert all(same_bits(got[name], want[name]) for name in want), shape
                 on_gpu = weights.to(torch.device("cuda"))
                 for stored in codes_apart(on_gpu, gated=problem.is_gated(shape.name)):
-                    got = packed_on("cuda", layout, shape, on_gpu.with_codes(stored))
+                    got = packed_on("cuda", layout, shape, replace(on_gpu, stored=stored))
                     assert all(same_bits(got[name], want[name]) for name in want), shape
             held = {name: tensor.cuda() for name, tensor in want.items()}
             assert layout.unpack(shape, held).to(torch.device("cpu")).equals(weights)

@@ -377,7 +377,7 @@ def test_asserts_check_only_our_own_bugs() -> None:
 # Frozen values, small files, unique names ----------------------------------------------------------------
 
 MUTABLE = {
-    "numbers/codec.py:_Meter": "sums over chunks",
+    "numbers/loss.py:LossMeter": "sums over chunks",
     "backends/gpu/layout.py:Rerounded": "counts over experts",
     "checkpoint/write/convert.py:Report": "grows layer by layer",
     "checkpoint/read/gguf.py:_Reader": "a position in a file",

@@ -19,7 +19,7 @@ from lancebill.cli.console import Json
 if TYPE_CHECKING:
     from lancebill.checkpoint.write.convert import Report
     from lancebill.checkpoint.write.target import Output, Target
-    from lancebill.numbers.codec import Loss
+    from lancebill.numbers.loss import Loss
 
 
 class DeviceChoice(str, Enum):
@@ -149,7 +149,7 @@ def _describe(
 
 
 def show(summary: Mapping[str, Any], out: Console) -> None:
-    from lancebill.numbers.codec import Loss
+    from lancebill.numbers.loss import Loss
 
     rows = ui.table("layer", ">weights", ">max error", ">RMS error", ">saturated", ">flushed")
     losses = {str(row.pop("layer")): Loss(**row) for row in map(dict, summary["loss"]["layers"])}

@@ -129,6 +129,13 @@ class Scheme(ABC):
         """The smallest and largest integer zero point that this scheme can store."""
         return 0, (1 << self.spec.dtype.bits) - 1
 
+    def zeros_beyond(self, weight: LogicalWeight) -> tuple[int, int] | None:
+        """The smallest and largest integer zero point of a weight, if this scheme cannot store them."""
+        if weight.zero is None or weight.spec.zero is None or weight.spec.zero.dtype != ZERO16:
+            return None
+        (low, high), smallest, largest = self.zero_range, int(weight.zero.min()), int(weight.zero.max())
+        return None if low <= smallest and largest <= high else (smallest, largest)
+
     def rotated(self, block: int) -> Scheme:
         """This scheme for a matrix that was rotated in blocks of so many columns (0: not rotated)."""
         return replace(self, spec=replace(self.spec, rotation=block))
@@ -199,15 +206,13 @@ class Scheme(ABC):
         for role in (*weight.inputs, *(["bias"] if weight.bias is not None else [])):
             if self.part(role) is None:
                 raise CannotEncode(f"this scheme cannot store '{role}'")
-        if weight.zero is not None and weight.spec.zero is not None and weight.spec.zero.dtype == ZERO16:
+        if (beyond := self.zeros_beyond(weight)) is not None:
             low, high = self.zero_range
-            smallest, largest = int(weight.zero.min()), int(weight.zero.max())
-            if smallest < low or largest > high:
-                raise CannotEncode(
-                    "zero points outside the range of this scheme",
-                    expected=f"{low} to {high}",
-                    got=f"{smallest} to {largest}",
-                )
+            raise CannotEncode(
+                "zero points outside the range of this scheme",
+                expected=f"{low} to {high}",
+                got=f"{beyond[0]} to {beyond[1]}",
+            )
 
 
 def _nan_scales(weight: LogicalWeight) -> str | None:

@@ -25,6 +25,7 @@ from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.rules import MATRICES, WeightRules, weight_targets
 from lancebill.moe.activation import Activation
 from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import FACTORS
 
 GATE_UP, UP_GATE, INTERLEAVED = "gate_up", "up_gate", "interleaved"  # orders of the rows of w13
 ROW_ORDERS = (GATE_UP, UP_GATE, INTERLEAVED)  # interleaved: gate, up, gate, up
@@ -58,7 +59,7 @@ class ExpertTensors:
             **dict(zip(level_roles("minimum"), self.minimum)),
             "bias": self.bias,
             "input_scale": self.input_scale,
-            "pre_quant_scale": self.pre_quant_scale,
+            FACTORS: self.pre_quant_scale,
         }
         return {role: tensor for role, tensor in tensors.items() if tensor is not None}
 
@@ -152,7 +153,7 @@ def _split(w13: ExpertTensors, spec: QuantSpec, rows: str) -> dict[str, dict[str
 
 def _halves(role: str, tensor: Tensor, rows: str) -> tuple[Tensor, Tensor]:
     """Gate's and up's part of one tensor. One number for both, and what belongs to their input, is shared."""
-    if role == "pre_quant_scale" or tensor.dim() < 2 or tensor.shape[1] == 1:
+    if role == FACTORS or tensor.dim() < 2 or tensor.shape[1] == 1:
         return tensor, tensor
     if rows == INTERLEAVED and tensor.shape[1:] != (2,):
         return tensor[:, 0::2], tensor[:, 1::2]

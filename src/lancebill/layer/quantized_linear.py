@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.load.input_scales import FACTORS, PRE_SCALE, allocate_inputs, combine_input_scales
+from lancebill.checkpoint.load.input_scales import PRE_SCALE, allocate_inputs, combine_input_scales
 from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
@@ -24,7 +24,7 @@ from lancebill.moe.layout import W13, MatrixShape
 from lancebill.moe.problem import FAST, Problem
 from lancebill.numbers.codec import dequantize, requantize
 from lancebill.numbers.spec import ActivationSpec, QuantSpec
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import FACTORS, LogicalWeight
 
 # Hooks of all modules; torch has no public way to ask for them.
 _GLOBAL_HOOKS = (

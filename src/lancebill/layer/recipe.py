@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
+from lancebill.checkpoint.load.input_scales import allocate_inputs, check_static
 from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLayer
@@ -29,9 +29,10 @@ from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, Problem
 from lancebill.moe.routing import Routing
-from lancebill.numbers.codec import Loss
+from lancebill.numbers.loss import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.numbers.weight import FACTORS
 from lancebill.split.moves import OFF, check_moves
 from lancebill.split.split import Split, parse_bytes, part_map
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lancebill.backends.oracle import Choice
 from lancebill.errors import ranges
-from lancebill.numbers.codec import Loss
+from lancebill.numbers.loss import Loss
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -15,21 +15,15 @@ from torch import Tensor
 
 from lancebill.errors import SpecError
 from lancebill.numbers.blocks import apply_per_block, finest, row_chunks, rows_of, spread
-from lancebill.numbers.dtypes import DType
+from lancebill.numbers.loss import SCALE_ROUNDING, Loss, LossMeter, saturation
 from lancebill.numbers.native import RoundingStruct
 from lancebill.numbers.native.rounding import BlockNumbers, RoundingLevels, round_rows
-from lancebill.numbers.recast import recast as recast
-from lancebill.numbers.recast import rescale
+from lancebill.numbers.recast import recast, rescale
 from lancebill.numbers.rotation import rotate
-from lancebill.numbers.scales import CEIL as CEIL
-from lancebill.numbers.scales import FLOOR as FLOOR
-from lancebill.numbers.scales import Rows, fit_levels
+from lancebill.numbers.scales import CEIL, FLOOR, Rows, fit_levels
 from lancebill.numbers.search import search_scales
 from lancebill.numbers.spec import DIV, QuantSpec, Scale
-from lancebill.numbers.weight import LogicalWeight
-
-# Relative rounding error of a 16-bit scale. Errors up to this neither force a refit nor count as saturation.
-_SCALE_ROUNDING = 2.0**-8
+from lancebill.numbers.weight import FACTORS, LogicalWeight
 
 
 def dequantize(weight: LogicalWeight) -> Tensor:
@@ -39,6 +33,12 @@ def dequantize(weight: LogicalWeight) -> Tensor:
     for low, high in row_chunks(weight.n, weight.k, out.device):
         out[low:high] = rows(low, high)
     return out
+
+
+def plain_matrix(weight: LogicalWeight) -> Tensor:
+    """`dequantize`, times the factors of the inputs: the matrix for inputs that nothing multiplies."""
+    values, factors = dequantize(weight), weight.inputs.get(FACTORS)
+    return values if factors is None else values.mul_(factors.float().reshape(1, -1))
 
 
 def rows_reader(weight: LogicalWeight) -> Rows:
@@ -103,10 +103,10 @@ def requantize(
         exact = recast(weight, spec)
         if exact is not None:
             return exact, Loss(count=count)
-        kept = rescale(weight, spec, _SCALE_ROUNDING)
+        kept = rescale(weight, spec, SCALE_ROUNDING)
         if kept is not None:
             return kept[0], Loss(count=count) if kept[1] else _loss(rows, kept[0])
-    meter = _Meter(spec.dtype)
+    meter = LossMeter(spec.dtype)
     result = _quantize(rows, weight.codes, spec, mx_rule, search, meter)
     return replace(result, bias=weight.bias, inputs=weight.inputs), meter.loss()
 
@@ -129,7 +129,7 @@ def _probe(spec: QuantSpec) -> LogicalWeight:
 
 
 def _quantize(
-    rows: Rows, like: Tensor, spec: QuantSpec, rule: str, search: bool, meter: _Meter | None
+    rows: Rows, like: Tensor, spec: QuantSpec, rule: str, search: bool, meter: LossMeter | None
 ) -> LogicalWeight:
     """Fit the levels, then round chunk by chunk; with a `meter`, also measure the loss."""
     if rule not in (FLOOR, CEIL):
@@ -177,14 +177,7 @@ def _round_natively(values: Tensor, weight: LogicalWeight, low: int, high: int) 
         for level, codes in zip(spec.scales, weight.scales)
     ]
     levels = RoundingLevels(step, scales, zero, minimum)
-    return round_rows(values, weight.codes[low:high], spec.dtype, levels, _saturation(spec.dtype))
-
-
-def _saturation(dtype: DType) -> tuple[float, float]:
-    """Positions outside this range are saturated."""
-    low, high = dtype.rounding_range
-    tolerance = max(high, -low) * _SCALE_ROUNDING if dtype.table else 0.0
-    return low - tolerance, high + tolerance
+    return round_rows(values, weight.codes[low:high], spec.dtype, levels, saturation(spec.dtype))
 
 
 def _position(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Tensor:
@@ -201,93 +194,16 @@ def _position(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Ten
     return values
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Error of a requantisation against the dequantised source.
-
-    A value counts as saturated if it is outside its block's range by more than half a step, so that
-    clamping moves it further than rounding would. The small amount by which rounding a 16-bit scale
-    can shrink the range is tolerated.
-    """
-
-    max_error: float = 0.0  # largest |difference| over largest |value|
-    rms_error: float = 0.0  # root of (sum of squared differences over sum of squared values)
-    saturated: int = 0
-    flushed: int = 0  # non-zero values that became zero
-    count: int = 0
-
-    def merge(self, other: Loss) -> Loss:
-        """The larger maximum; the RMS weighted by the number of values."""
-        count = self.count + other.count
-        squares = self.rms_error**2 * self.count + other.rms_error**2 * other.count
-        return Loss(
-            max(self.max_error, other.max_error),
-            math.sqrt(squares / count) if count else 0.0,
-            self.saturated + other.saturated,
-            self.flushed + other.flushed,
-            count,
-        )
-
-
 def loss(source: Tensor, result: LogicalWeight) -> Loss:
     """The error of `result` against `source`."""
     return _loss(lambda low, high: source[low:high].float(), result)
 
 
 def _loss(source: Rows, result: LogicalWeight) -> Loss:
-    meter, source = _Meter(result.spec.dtype), _rotated(source, result.spec)
+    meter, source = LossMeter(result.spec.dtype), _rotated(source, result.spec)
     for low, high in row_chunks(result.n, result.k, result.codes.device):
         expected = source(low, high)
         if result.perm is not None:
             expected = expected.index_select(1, result.perm)  # in the order of the codes
         meter.add(expected, _dequantize_rows(result, low, high), _position(expected, result, low, high))
     return meter.loss()
-
-
-@dataclass
-class _Meter:
-    """Accumulates a `Loss` over chunks."""
-
-    dtype: DType
-    worst: float = 0.0
-    peak: float = 0.0
-    squares: float = 0.0
-    energy: float = 0.0
-    saturated: int = 0
-    flushed: int = 0
-    count: int = 0
-
-    def add(self, want: Tensor, got: Tensor, position: Tensor) -> None:
-        """Add a chunk: `want` was encoded and decoded to `got`; `position` is `want` in units of the code table."""
-        difference = (want - got).abs_()
-        self.worst = max(self.worst, difference.amax().item())
-        self.peak = max(self.peak, want.amax().item(), -want.amin().item())
-        self.squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
-        self.energy += torch.linalg.vector_norm(want, dtype=torch.float64).item() ** 2
-        self.count += want.numel()
-        self.saturated += self._beyond(position)
-        remaining = int(torch.count_nonzero(got))  # |got| + difference is zero only if both values are zero
-        self.flushed += int(torch.count_nonzero(difference.add_(got.abs()))) - remaining
-
-    def merge(self, chunk: RoundingStruct) -> None:
-        """Add a chunk that was measured while it was rounded."""
-        self.worst, self.peak = max(self.worst, chunk.worst), max(self.peak, chunk.peak)
-        self.squares, self.energy = self.squares + chunk.squares, self.energy + chunk.energy
-        self.saturated, self.flushed = self.saturated + chunk.saturated, self.flushed + chunk.flushed
-        self.count += chunk.rows * chunk.columns
-
-    def _beyond(self, position: Tensor) -> int:
-        """How many positions are outside the range of the codes. Most chunks have none: check the extremes first."""
-        low, high = _saturation(self.dtype)
-        if low <= position.amin().item() and position.amax().item() <= high:
-            return 0
-        return int(torch.count_nonzero(position.clamp(low, high).sub_(position)))
-
-    def loss(self) -> Loss:
-        return Loss(
-            self.worst / self.peak if self.peak else 0.0,
-            math.sqrt(self.squares / self.energy) if self.energy else 0.0,
-            self.saturated,
-            self.flushed,
-            self.count,
-        )

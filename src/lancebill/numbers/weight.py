@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lancebill.errors import BadValue, WrongDtype, WrongShape
 from lancebill.numbers.bit_packing import Nibbles
-from lancebill.numbers.blocks import expand as expand
-from lancebill.numbers.blocks import spread as spread
+from lancebill.numbers.blocks import spread
 from lancebill.numbers.spec import ALL, TENSOR, Level, QuantSpec, blocks_along
 
 # Activation-side tensors that a checkpoint may store for a projection.
-INPUT_ROLES = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale")
+FACTORS = "pre_quant_scale"  # multiplies the input: the only one with a number for each column
+INPUT_ROLES = ("input_scale", "input_global_scale", "input_zero_point", FACTORS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,25 +124,19 @@ class LogicalWeight:
             **fields,
         )
 
-    def with_codes(self, stored: Tensor | Nibbles) -> LogicalWeight:
-        """The same levels with other codes, or with the same ones stored in another way."""
-        return replace(self, stored=stored)
+    def _map_tensors(self, change: Callable[[Any], Any]) -> LogicalWeight:
+        """A copy with `change` applied to every tensor, codes as they are stored."""
+        return self._map_levels(
+            lambda _, t: change(t),
+            stored=change(self.stored),
+            bias=None if self.bias is None else change(self.bias),
+            perm=None if self.perm is None else change(self.perm),
+            inputs={role: change(t) for role, t in self.inputs.items()},
+        )
 
     def to(self, device: torch.device) -> LogicalWeight:
         """All tensors on this device; itself if they are."""
-        if self.device == device:
-            return self
-
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return self._map_levels(
-            lambda _, t: t.to(device),
-            stored=self.stored.to(device),
-            bias=move(self.bias),
-            perm=move(self.perm),
-            inputs={role: t.to(device) for role, t in self.inputs.items()},
-        )
+        return self if self.device == device else self._map_tensors(lambda t: t.to(device))
 
     def rows(self, index: Tensor) -> LogicalWeight:
         """Rows `index`, in that order. Blocks along N are refined to single rows first."""
@@ -168,8 +162,8 @@ class LogicalWeight:
                 "a cut inside a block of a rotation", expected=f"multiples of {self.spec.rotation}", got=list(columns)
             )
         inputs = dict(self.inputs)
-        if "pre_quant_scale" in inputs:  # the only input role with one number per column
-            inputs["pre_quant_scale"] = inputs["pre_quant_scale"][..., columns[0] : columns[1]]
+        if FACTORS in inputs:
+            inputs[FACTORS] = inputs[FACTORS][..., columns[0] : columns[1]]
         return self._map_levels(
             lambda level, t: _cut_level(level, t, rows, columns),
             stored=_cut_codes(self.stored, rows, columns),
@@ -201,7 +195,7 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
                 expected=f"{first.spec} [{first.n}, {first.k}]",
                 got=f"{weight.spec} [{weight.n}, {weight.k}]",
             )
-        if not _same_optional(weight.perm, first.perm):
+        if not same_or_none(weight.perm, first.perm):
             raise BadValue("gate and up have different act-orders, but they share one input")
     spec = first.spec.stacked(rows)
     fine = [w.reblock(spec) for w in weights]
@@ -213,7 +207,7 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
         tuple(torch.cat(ts, -2) for ts in zip(*(w.minimum for w in fine))),
         bias=_join_optional(torch.cat, [w.bias for w in fine], -1),
         perm=first.perm,
-        inputs={r: t for r, t in first.inputs.items() if all(_same_optional(w.inputs.get(r), t) for w in weights)},
+        inputs={r: t for r, t in first.inputs.items() if all(same_or_none(w.inputs.get(r), t) for w in weights)},
     )
 
 
@@ -260,7 +254,7 @@ def stack_experts(weights: Sequence[LogicalWeight]) -> LogicalWeight:
     """
     first = weights[0]
     if len(weights) == 1:
-        return _with_lead(first)
+        return first._map_tensors(lambda t: t.unsqueeze(0))
     for weight in weights:
         if (weight.spec, weight.stored.shape) != (first.spec, first.stored.shape):
             raise WrongShape(
@@ -286,24 +280,7 @@ def stack_experts(weights: Sequence[LogicalWeight]) -> LogicalWeight:
 
 def expert_of(weights: LogicalWeight, index: int | slice) -> LogicalWeight:
     """One expert's matrix, or some experts', out of several: views."""
-    return weights._map_levels(
-        lambda _, t: t[index],
-        stored=weights.stored[index],
-        bias=None if weights.bias is None else weights.bias[index],
-        perm=None if weights.perm is None else weights.perm[index],
-        inputs={role: t[index] for role, t in weights.inputs.items()},
-    )
-
-
-def _with_lead(weight: LogicalWeight) -> LogicalWeight:
-    """One matrix as a stack of one: views."""
-    return weight._map_levels(
-        lambda _, t: t.unsqueeze(0),
-        stored=weight.stored.unsqueeze(0),
-        bias=None if weight.bias is None else weight.bias.unsqueeze(0),
-        perm=None if weight.perm is None else weight.perm.unsqueeze(0),
-        inputs={role: t.unsqueeze(0) for role, t in weight.inputs.items()},
-    )
+    return weights._map_tensors(lambda t: t[index])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -313,7 +290,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
-def _same_optional(a: Tensor | None, b: Tensor | None) -> bool:
+def same_or_none(a: Tensor | None, b: Tensor | None) -> bool:
+    """`same_bits` of two tensors, or two that are not there."""
     return a is b or (a is not None and b is not None and same_bits(a, b))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.formats.base import Example, Scheme
 from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.spec import QuantSpec
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import FACTORS, LogicalWeight
 
 
 def random_example(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:

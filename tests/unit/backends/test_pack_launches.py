@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,7 @@ def test_codes_that_are_apart_are_found_by_their_distance(fake: FakeDriver, monk
     for stored in codes_apart(weights, gated=True):
         with assuming():
             FragmentLayout(problem).pack(
-                shape, weights.with_codes(stored), FragmentLayout(problem).allocate(shape, EXPERTS)
+                shape, replace(weights, stored=stored), FragmentLayout(problem).allocate(shape, EXPERTS)
             )
         first = stored.apart[0].data_ptr()
         each = 2 * EXPERTS // len(stored.apart)  # gate and up of one tensor share its place

@@ -11,7 +11,6 @@ from layer_checkpoints import make_inputs
 from torch import Tensor
 
 from lancebill import ExpertTensors, ModelExperts, Placement, RoutedExperts
-from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import CheckpointProblems, LancebillError, LaunchError, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
@@ -20,7 +19,7 @@ from lancebill.layer.from_tensors import INTERLEAVED, ROW_ORDERS, UP_GATE
 from lancebill.layer.parts import pull
 from lancebill.numbers.bit_packing import pack_bits
 from lancebill.numbers.spec import FP8_TENSOR, TENSOR
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import FACTORS, LogicalWeight
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.conformance import all_examples
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.input_scales import FACTORS, combine_input_scales
+from lancebill.checkpoint.load.input_scales import combine_input_scales
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue, CheckpointProblems, MissingTensor
 from lancebill.formats import registry
@@ -20,6 +20,7 @@ from lancebill.moe.placement import Placement
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec import NVFP4, ActivationSpec
+from lancebill.numbers.weight import FACTORS
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 
 SIZE = Geometry(experts=4, hidden=128, intermediate=256, top_k=2)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lancebill.errors import BadValue, SpecError, WrongShape
 from lancebill.numbers import blocks
-from lancebill.numbers.codec import CEIL, FLOOR, dequantize, loss, quantize, requantize
+from lancebill.numbers.codec import dequantize, loss, quantize, requantize
 from lancebill.numbers.dtypes import E4M3
 from lancebill.numbers.rotation import rotate
+from lancebill.numbers.scales import CEIL, FLOOR
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight, same_bits

@@ -18,8 +18,9 @@ from lancebill.formats.base import Example
 from lancebill.native import build
 from lancebill.numbers import native, scan
 from lancebill.numbers.bit_packing import Nibbles, transposed, turn_awq
-from lancebill.numbers.codec import CEIL, FLOOR, quantize, requantize
+from lancebill.numbers.codec import quantize, requantize
 from lancebill.numbers.native.rounding import _code_type
+from lancebill.numbers.scales import CEIL, FLOOR
 from lancebill.numbers.spec import DENSE_F32, QuantSpec
 from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.testing import conformance

@@ -14,8 +14,11 @@ from matrices import MX, NAMES, SPECS, number, random_matrices, random_matrix, r
 from torch import Tensor
 
 from lancebill.errors import BadValue
-from lancebill.numbers.codec import CEIL, Loss, dequantize, loss, quantize, recast, requantize
+from lancebill.numbers.codec import dequantize, loss, quantize, requantize
 from lancebill.numbers.dtypes import TERNARY
+from lancebill.numbers.loss import Loss
+from lancebill.numbers.recast import recast
+from lancebill.numbers.scales import CEIL
 from lancebill.numbers.spec import DIV, QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight, same_bits

@@ -30,9 +30,10 @@ from lancebill.backends.gpu.scale_rules import EXPONENT_RANGE, BaseRule, base_ru
 from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
+from lancebill.numbers.blocks import expand
 from lancebill.numbers.spec import ALL, CHANNEL, DIV, QuantSpec, Scale
 from lancebill.numbers.unusual import first_time, unusual
-from lancebill.numbers.weight import LogicalWeight, expand, stack_experts
+from lancebill.numbers.weight import LogicalWeight, stack_experts
 
 _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -26,11 +26,12 @@ from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.errors import BadValue, LancebillError
 from lancebill.numbers.bit_packing import Nibbles, as_bytes
+from lancebill.numbers.blocks import expand
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.scan import Extent, Survey, any_negative, contains_any, extent, survey
 from lancebill.numbers.spec import DIV, TENSOR, Scale
-from lancebill.numbers.weight import LogicalWeight, expand
+from lancebill.numbers.weight import LogicalWeight
 
 OUTER_SCALE = "scale_2"  # the role formats give to the second level of scales
 MIN_BLOCKS = 64  # scales that are all equal say nothing if there are few

@@ -8,15 +8,12 @@ from torch import Tensor
 from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.other_modules import OtherModule, row_chunks
-from lancebill.numbers.codec import dequantize
+from lancebill.numbers.codec import plain_matrix
 
 
 def dequantized_module(read: Reader, module: OtherModule, dtype: torch.dtype) -> Tensor:
     """The module's matrix, computed in row chunks to keep the fp32 intermediates small."""
     out = torch.empty(module.n, module.k, dtype=dtype)
     for first, part in row_chunks(module):
-        weight = load_projection(read, part)
-        values = dequantize(weight)
-        factor = weight.inputs.get("pre_quant_scale")
-        out[first : first + part.n] = values if factor is None else values * factor.float().reshape(1, -1)
+        out[first : first + part.n] = plain_matrix(load_projection(read, part))
     return out

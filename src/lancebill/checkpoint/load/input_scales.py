@@ -16,9 +16,10 @@ from torch import Tensor
 from lancebill.errors import BadValue, MissingTensor
 from lancebill.moe.layout import Packed, as_integer
 from lancebill.numbers.spec import ActivationSpec
+from lancebill.numbers.weight import FACTORS
 
 SCALE, PRE_SCALE = "input_scale", "pre_scale"  # names of the buffers
-DIVISOR, RECIPROCAL, FACTORS = "input_scale", "input_global_scale", "pre_quant_scale"  # roles of stored tensors
+DIVISOR, RECIPROCAL = "input_scale", "input_global_scale"  # roles of stored tensors, as `FACTORS`
 
 
 @dataclass(frozen=True)

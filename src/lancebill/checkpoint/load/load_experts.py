@@ -25,7 +25,8 @@ from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
 from lancebill.errors import LancebillError
 from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed
 from lancebill.moe.placement import Cut, Placement
-from lancebill.numbers.codec import Loss, keeps_codes, requantize
+from lancebill.numbers.codec import keeps_codes, requantize
+from lancebill.numbers.loss import Loss
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, expert_of, stack, stack_experts
 

@@ -29,7 +29,7 @@ from lancebill.checkpoint.load.staging import DeviceReader, Fetched, Read, Tenso
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
-from lancebill.numbers.codec import Loss
+from lancebill.numbers.loss import Loss
 from lancebill.numbers.unusual import any_set, assuming, repeating
 
 Slots = Sequence[int]

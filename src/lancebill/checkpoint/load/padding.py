@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.errors import ShardError
 from lancebill.numbers.spec import ALL, QuantSpec
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import FACTORS, LogicalWeight
 
 
 def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:

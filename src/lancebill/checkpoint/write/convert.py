@@ -27,11 +27,12 @@ from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan_output
 from lancebill.errors import MixedSpecs, UnsupportedFormat
 from lancebill.formats.base import Scheme
-from lancebill.numbers.codec import FLOOR, Loss, dequantize, keeps_codes, loss, quantize, recasts, requantize
-from lancebill.numbers.dtypes import ZERO16
+from lancebill.numbers.codec import dequantize, keeps_codes, loss, plain_matrix, quantize, recasts, requantize
+from lancebill.numbers.loss import Loss
+from lancebill.numbers.scales import FLOOR
 from lancebill.numbers.search import can_search, search_pays
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F32, TENSOR, QuantSpec
-from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
+from lancebill.numbers.weight import FACTORS, INPUT_ROLES, LogicalWeight, stack
 
 COPY_BYTES = 32 << 20  # chunk size for tensors that are copied unchanged
 
@@ -214,10 +215,7 @@ def _join_values(weights: Sequence[LogicalWeight]) -> LogicalWeight:
 
 
 def _unquantized(weight: LogicalWeight) -> LogicalWeight:
-    values = dequantize(weight)
-    if "pre_quant_scale" in weight.inputs:
-        values *= weight.inputs["pre_quant_scale"].float().reshape(1, -1)
-    return LogicalWeight(DENSE_F32, values, bias=weight.bias)
+    return LogicalWeight(DENSE_F32, plain_matrix(weight), bias=weight.bias)
 
 
 def fit_to_scheme(
@@ -229,22 +227,15 @@ def fit_to_scheme(
     the weights.
     """
     spec = scheme.spec
-    if "pre_quant_scale" in weight.inputs:
+    if FACTORS in weight.inputs:
         weight = _unquantized(weight)
     weight = replace(weight, inputs={})
     result, cost = requantize(weight, spec, mx_rule=mx_rule, search=search, keep_order=scheme.act_order)
-    if _zero_fits(result, scheme):
+    if scheme.zeros_beyond(result) is None:
         return result, cost
     source = dequantize(weight)
     result = replace(quantize(source, spec, mx_rule=mx_rule, search=search), bias=weight.bias)
     return result, loss(source, result)
-
-
-def _zero_fits(weight: LogicalWeight, scheme: Scheme) -> bool:
-    if weight.zero is None or weight.spec.zero is None or weight.spec.zero.dtype != ZERO16:
-        return True
-    low, high = scheme.zero_range
-    return low <= int(weight.zero.min()) and int(weight.zero.max()) <= high
 
 
 def _copy(source: Checkpoint, name: str, out: CheckpointWriter, progress: Progress) -> None:

@@ -18,7 +18,7 @@ from lancebill.errors import CannotEncode
 from lancebill.formats.base import Format, Scheme
 from lancebill.numbers.codec import keeps_codes, requantize
 from lancebill.numbers.spec import DENSE_F32, QuantSpec
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import FACTORS, LogicalWeight
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RestModule:
     def check(self) -> None:
         """Raise if a checkpoint cannot hold what the model holds: inputs that are multiplied or reordered."""
         scheme, where = self.module.scheme, self.module.where
-        if "pre_quant_scale" in self.module.sources:
+        if FACTORS in self.module.sources:
             raise CannotEncode("the scales of this module's inputs cannot be written", where=where)
         if scheme.act_order and (self.as_stored or keeps_codes(scheme.spec, self.spec)):
             raise CannotEncode("the order of this module's columns cannot be written", where=where)

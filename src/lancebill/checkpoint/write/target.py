@@ -30,6 +30,7 @@ from lancebill.formats.base import FLOATS, Format, Module, Part, Scheme
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.numbers.codec import quantize, recasts
 from lancebill.numbers.spec import ALL, DENSE_BF16, QuantSpec
+from lancebill.numbers.weight import FACTORS
 
 DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"
 ALIASES = {"gpt-oss": "mxfp4"}
@@ -248,7 +249,7 @@ def _stays_quantized(module: OtherModule, target: Target) -> bool:
     """Whether a module outside the experts can be stored in the target's spec without changing a value."""
     if not target.spec.quantized or target.format.stacked or module.scheme.act_order:
         return False
-    if not divides(target.spec, module.k) or "pre_quant_scale" in module.sources:
+    if not divides(target.spec, module.k) or FACTORS in module.sources:
         return False
     return recasts(module.scheme.spec, target.spec)
 

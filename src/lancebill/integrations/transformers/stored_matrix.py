@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lancebill.checkpoint.load.input_scales import FACTORS
-from lancebill.numbers.codec import dequantize, requantize
+from lancebill.numbers.codec import dequantize, plain_matrix, requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, stack
 
@@ -32,8 +31,7 @@ class StoredMatrix(Tensor):
 
     def plain(self) -> Tensor:
         """The dequantised matrix."""
-        values, factors = dequantize(self.stored), self.stored.inputs.get(FACTORS)
-        return (values if factors is None else values * factors.float().reshape(1, -1)).to(self.dtype)
+        return plain_matrix(self.stored).to(self.dtype)
 
     def again(self) -> StoredMatrix:
         return StoredMatrix(self.stored, self.dtype)

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.errors import UnsupportedProblem
-from lancebill.numbers.codec import dequantize
-from lancebill.numbers.weight import LogicalWeight, same_bits, stack
+from lancebill.numbers.codec import plain_matrix
+from lancebill.numbers.weight import FACTORS, LogicalWeight, same_or_none, stack
 
 Span = tuple[int, int]
 Load = Callable[[Tensor, Tensor], None]  # vLLM's loader for one layer and module: (destination, whole matrix)
@@ -80,7 +79,7 @@ def joined(parts: Mapping[RankPart, LogicalWeight | Tensor], rows: int) -> Logic
         kinds = ", ".join(dict.fromkeys(str(weight.spec) for weight in weights))
         raise UnsupportedProblem("its modules are quantised differently", got=kinds)
     factors = [weight.inputs.get(FACTORS) for weight in weights]
-    if any(not _same(factor, factors[0]) for factor in factors):
+    if any(not same_or_none(factor, factors[0]) for factor in factors):
         raise UnsupportedProblem("its modules scale their common input differently")
     whole = first if len(weights) == 1 else stack(weights)
     return replace(whole, inputs={} if factors[0] is None else {FACTORS: factors[0]})
@@ -97,14 +96,5 @@ def _alike(weights: list[LogicalWeight]) -> list[LogicalWeight]:
 def dequantized(parts: Mapping[RankPart, LogicalWeight | Tensor], out: Tensor) -> None:
     """Write the parts into the plain matrix of a layer."""
     for shard, part in parts.items():
-        values = part if isinstance(part, Tensor) else _values(part)
+        values = part if isinstance(part, Tensor) else plain_matrix(part)
         out[shard.at : shard.at + values.shape[0]] = values
-
-
-def _values(weight: LogicalWeight) -> Tensor:
-    factor = weight.inputs.get(FACTORS)
-    return dequantize(weight) if factor is None else dequantize(weight) * factor.float().reshape(1, -1)
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and same_bits(a, b))
