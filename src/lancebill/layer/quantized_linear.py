@@ -7,7 +7,6 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, allocate_inputs, combine_input_scales
@@ -17,6 +16,7 @@ from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
 from lancebill.layer.check_tensors import check_dense, without_gradient
 from lancebill.layer.compiled_op import quantized_linear
+from lancebill.layer.module_hooks import has_hooks
 from lancebill.layer.packed_module import PackedModule
 from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
@@ -26,19 +26,10 @@ from lancebill.numbers.codec import dequantize, requantize
 from lancebill.numbers.spec import ActivationSpec, QuantSpec
 from lancebill.numbers.weight import FACTORS, LogicalWeight
 
-# Hooks of all modules; torch has no public way to ask for them.
-_GLOBAL_HOOKS = (
-    module._global_forward_pre_hooks,
-    module._global_forward_hooks,
-    module._global_backward_pre_hooks,
-    module._global_backward_hooks,
-)
-
 
 def is_watched(layer: nn.Module) -> bool:
     """Whether someone wants to see the layer's calls: by a hook, or by another `forward`."""
-    own = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    return bool(own) or any(_GLOBAL_HOOKS) or layer.forward != MethodType(_FORWARD, layer)
+    return has_hooks(layer) or layer.forward != MethodType(_FORWARD, layer)
 
 
 class QuantizedLinear(PackedModule):

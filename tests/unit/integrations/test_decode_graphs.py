@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from lancebill.backends.gpu import decode_attention
 from lancebill.integrations.transformers import decode_cache, fused_modules, step_modules
@@ -177,10 +178,14 @@ def test_what_the_caller_asks_for_is_done_by_transformers(options: dict[str, Any
 
 def test_models_that_cannot_be_captured_say_why() -> None:
     model = make_model()
-    handle = model.lm_head.register_forward_hook(lambda *_: None)
-    generate(model, tokens=4)
-    assert model.lancebill_decoding.reason.code == "hooks"
-    handle.remove()
+    for register in (model.lm_head.register_forward_hook, register_module_forward_hook):
+        model.lancebill_decoding.reason = None
+        handle = register(lambda *_: None)
+        try:
+            generate(model, tokens=4)
+        finally:
+            handle.remove()
+        assert model.lancebill_decoding.reason.code == "hooks"
     model.train()
     generate(model, tokens=4)
     assert model.lancebill_decoding.reason.code == "training"

@@ -21,6 +21,7 @@ from lancebill.backends.base import Reason
 from lancebill.integrations.transformers.decode_cache import DecodeCache, keeps_keys_and_values, span_of
 from lancebill.integrations.transformers.decode_graphs import CACHE, CudaRecorder, DecodeGraphs, Recorder
 from lancebill.integrations.transformers.native_steps import NativeSteps, SharedDecoder
+from lancebill.layer.module_hooks import has_hooks
 
 _LOG = logging.getLogger(__name__)
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
@@ -239,8 +240,8 @@ def _unsuitable(model: Any, decoding: Decoding) -> Reason | None:
         return Reason("attention", f"{config._attn_implementation} attention does not take the mask of a step", hint)
     if model.training:
         return Reason("training", "the model is in training mode", "model.eval()")
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return Reason("hooks", "a module has forward hooks, which a graph does not call")
+    if any(map(has_hooks, model.modules())):
+        return Reason("hooks", "a module has hooks, which a graph does not call")
     return None
 
 
