@@ -46,7 +46,8 @@ def test_answers_in_a_batch_are_those_given_alone(family: str, tmp_path: Path, m
     ]
     chosen = runner(model)
     assert type(chosen) is expected_runner
-    monkeypatch.setattr(engines, "MOST_STEP_TOKENS", 24)  # prompts take several steps, beside answers under way
+    for limit in ("LEAST_STEP_TOKENS", "MOST_STEP_TOKENS"):  # prompts take several steps, beside answers under way
+        monkeypatch.setattr(engines, limit, 24)
     engine = BatchEngine(chosen, Limits(64))
     ended = [threading.Event() for _ in PROMPTS]
     answers = [

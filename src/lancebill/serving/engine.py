@@ -64,16 +64,21 @@ class Answer:
         """Tokens that it may come to hold."""
         return len(self.prompt) + self.most
 
+    @property
+    def reads(self) -> bool:
+        """Whether the model has not seen all of the prompt."""
+        return self.read < len(self.prompt)
+
     def pending(self, share: int) -> Sequence[int]:
         """The tokens of its next step."""
-        if self.read < len(self.prompt):
+        if self.reads:
             return self.prompt[self.read : self.read + share]
         return self.tokens[-1:]
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What happened since the start; `first_token_seconds` are those since the last reading."""
+    """Answers that are `running` and `waiting` now, and what happened since the start."""
 
     running: int
     waiting: int
@@ -99,7 +104,7 @@ class BatchEngine:
         self._running: list[Answer] = []
         self._changed = threading.Condition()
         self._arriving = 0  # requests
-        self._step_tokens = min(LEAST_STEP_TOKENS, MOST_STEP_TOKENS)  # of prompts in the next step
+        self._step_tokens = LEAST_STEP_TOKENS  # of prompts in the next step
         self._stopping = False
         self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
@@ -197,13 +202,8 @@ class BatchEngine:
 
     def _step(self) -> None:
         answers = list(self._running)
-        reading = sum(answer.read < len(answer.prompt) for answer in answers)
-        share = max(1, self._step_tokens // max(1, reading))
-        tokens = [answer.pending(share) for answer in answers]
-        for answer in answers:
-            if answer.state is None:
-                answer.state = self._runner.new_sequence()
-        start, read_before = time.monotonic(), self._prompt_tokens
+        tokens = self._next_tokens(answers)
+        start = time.monotonic()
         try:
             logits = self._runner.step([answer.state for answer in answers], tokens)
             best = logits.argmax(-1).tolist()
@@ -212,16 +212,25 @@ class BatchEngine:
             return
         seconds = time.monotonic() - start
         self._steps += 1
+        read_before = self._prompt_tokens
         for row, answer in enumerate(answers):
-            if answer.read < len(answer.prompt):
+            if answer.reads:
                 answer.read += len(tokens[row])
                 self._prompt_tokens += len(tokens[row])
-                if answer.read < len(answer.prompt):
-                    continue
+            if answer.reads:
+                continue
             plain = answer.how.plain
             token = Token(best[row]) if plain else choose(logits[row], answer.how, answer.tokens, answer.source)
             self._take(answer, token)
         self._fit_steps(self._prompt_tokens - read_before, seconds)
+
+    def _next_tokens(self, answers: Sequence[Answer]) -> list[Sequence[int]]:
+        """What the next step appends to each answer; new ones get a state."""
+        for answer in answers:
+            if answer.state is None:
+                answer.state = self._runner.new_sequence()
+        share = max(1, self._step_tokens // max(1, sum(answer.reads for answer in answers)))
+        return [answer.pending(share) for answer in answers]
 
     def _fit_steps(self, read: int, seconds: float) -> None:
         """The next step reads as many tokens of prompts as `STEP_SECONDS` allow, if the last one read any."""

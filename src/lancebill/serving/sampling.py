@@ -31,7 +31,10 @@ class Sampling:
     def generator(self) -> torch.Generator:
         """Random numbers of this answer alone, whatever runs beside it."""
         source = torch.Generator()
-        source.seed() if self.seed is None else source.manual_seed(self.seed)
+        if self.seed is None:
+            source.seed()
+        else:
+            source.manual_seed(self.seed)
         return source
 
 

@@ -8,7 +8,7 @@ from lancebill.serving.app import App
 from lancebill.serving.context import longest_context
 from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
-from lancebill.serving.ragged import RaggedModel, SmallSteps, runner
+from lancebill.serving.ragged import RaggedModel, Runner, SmallSteps, runner
 from lancebill.serving.requests import Served
 from lancebill.serving.sampling import Sampling
 
@@ -25,10 +25,13 @@ def start(
     metrics, chosen = Metrics(), runner(model, small)
     engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))
-    if isinstance(chosen, RaggedModel) and chosen.small is not None:
-        return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run batched, natively"
-    how = "batched" if isinstance(chosen, RaggedModel) else "in turns (this model keeps more than keys and values)"
-    return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {how}"
+    return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {_how(chosen)}"
+
+
+def _how(chosen: Runner) -> str:
+    if not isinstance(chosen, RaggedModel):
+        return "in turns (this model keeps more than keys and values)"
+    return "batched" if chosen.small is None else "batched, natively"
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -43,9 +46,8 @@ def _defaults(model: Any) -> Sampling:
     given = model.generation_config
     if not given.do_sample:
         return Sampling()
-    one = 1.0
     return Sampling(
-        temperature=one if given.temperature is None else float(given.temperature),
-        top_p=one if given.top_p is None else float(given.top_p),
+        temperature=1.0 if given.temperature is None else float(given.temperature),
+        top_p=1.0 if given.top_p is None else float(given.top_p),
         top_k=int(given.top_k or 0),
     )

@@ -76,8 +76,14 @@ def running(model: Counting, ends: Sequence[int] = (), **limits: int) -> BatchEn
     return BatchEngine(model, Limits(4096, **limits), ends).start()
 
 
+def limit_steps(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Every step reads up to so many tokens of prompts."""
+    for limit in ("LEAST_STEP_TOKENS", "MOST_STEP_TOKENS"):
+        monkeypatch.setattr(engines, limit, tokens)
+
+
 def test_answers_that_join_and_leave_are_those_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "MOST_STEP_TOKENS", 8)
+    limit_steps(monkeypatch, 8)
     model = Counting(0.001)
     engine = running(model, ends=[30], running=4, cached_tokens=100)
     answers = [Followed(range(1, 2 + i * 3 % 17), 1 + i * 5 % 11) for i in range(20)]
@@ -92,7 +98,7 @@ def test_answers_that_join_and_leave_are_those_given_alone(monkeypatch: pytest.M
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "MOST_STEP_TOKENS", 10)
+    limit_steps(monkeypatch, 10)
     model = Counting()
     engine = BatchEngine(model, Limits(4096))
     long, short = Followed([1] * 100, 1), Followed([1] * 8, 2)
