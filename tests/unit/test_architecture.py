@@ -350,6 +350,7 @@ OWN_BUGS = {
     "numbers/weight.py": "the loader folds act-order before it slices",
     "checkpoint/read/file_bytes.py": "buffers made two lines earlier",
     "checkpoint/load/load_experts.py": "what was loaded is what was planned",
+    "checkpoint/load/expert_weights.py": "likewise",
     "backends/gpu/executor.py": "tensors checked and copied a few lines earlier",
     "backends/hopper/tuning/policy.py": "our own table",
     "jit/compile.py": "arguments of our own kernels",

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.cli.verify import examine

@@ -115,7 +115,7 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
     part is counted.
     """
     from lancebill.bench.ceilings import read_rate
-    from lancebill.checkpoint.load.load_experts import plan_layer
+    from lancebill.checkpoint.load.layer_plan import plan_layer
     from lancebill.moe.layout import PlainLayout
     from lancebill.moe.placement import Placement
     from lancebill.moe.problem import Device

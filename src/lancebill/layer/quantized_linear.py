@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, allocate_inputs, combine_input_scales
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect

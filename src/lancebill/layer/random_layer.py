@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lancebill.checkpoint.load.expert_weights import slot_rows
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, SCALE
-from lancebill.checkpoint.load.load_experts import slot_rows
 from lancebill.checkpoint.load.slice_sizes import slices_of, step_for
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import Recipe

@@ -14,7 +14,7 @@ import torch
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import allocate_inputs, check_static
-from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
+from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming, find_family

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from lancebill.checkpoint.load.load_experts import ExpertWeights, LayerPlan, load_expert, load_experts, plan_layer
+from lancebill.checkpoint.load.expert_weights import ExpertWeights
+from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
+from lancebill.checkpoint.load.load_experts import load_expert, load_experts
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lancebill.backends.cpu.native import library
 from lancebill.checkpoint.load import projections, slice_sizes
-from lancebill.checkpoint.load.load_experts import load_expert, load_experts, pack_experts, plan_layer
+from lancebill.checkpoint.load.expert_weights import pack_experts
+from lancebill.checkpoint.load.layer_plan import plan_layer
+from lancebill.checkpoint.load.load_experts import load_expert, load_experts
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import DeviceReader, TensorSource
 from lancebill.checkpoint.read.slices import Index

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lancebill import ModelExperts, RoutedExperts
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.write.save import CheckpointWriter

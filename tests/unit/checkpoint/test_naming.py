@@ -7,7 +7,8 @@ import time
 import pytest
 from covering import distinct_forms
 
-from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
+from lancebill.checkpoint.load.layer_plan import plan_layer
+from lancebill.checkpoint.load.load_experts import load_expert
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.expert_sizes import expert_sizes

@@ -17,7 +17,7 @@ import torch
 from published import EXPERTS, HIDDEN, INTER
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import build
 from lancebill.cli.convert import run_conversion, target_of

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load import slice_sizes, staging
-from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, plan_layer, reads_of_experts
+from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
+from lancebill.checkpoint.load.load_experts import load_experts, reads_of_experts
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import DeviceReader, Fetched, TensorSource, source_of
 from lancebill.checkpoint.read.files import Checkpoint

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
+from lancebill.checkpoint.load.layer_plan import plan_layer
+from lancebill.checkpoint.load.load_experts import load_expert
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import axes as ax

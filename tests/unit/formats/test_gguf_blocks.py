@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.load.padding import pad
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import build
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat

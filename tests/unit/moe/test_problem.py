@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.load.load_experts import plan_layer
+from lancebill.checkpoint.load.layer_plan import plan_layer
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names

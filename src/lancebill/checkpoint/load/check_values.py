@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.errors import BadValue, LancebillError

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 
 from lancebill.checkpoint.load.check_values import Profile
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.errors import BadValue, ranges

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.other_modules import OtherModule, row_chunks
 from lancebill.numbers.codec import plain_matrix

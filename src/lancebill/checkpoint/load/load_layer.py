@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import LayerPlan, load_matrices, pack_experts, reads_of_experts
+from lancebill.checkpoint.load.expert_weights import pack_experts
+from lancebill.checkpoint.load.layer_plan import LayerPlan
+from lancebill.checkpoint.load.load_experts import load_matrices, reads_of_experts
 from lancebill.checkpoint.load.slice_sizes import (
     PIECES,
     READERS,

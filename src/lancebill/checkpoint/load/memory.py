@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
+from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.moe.layout import Layout, MatrixShape
 from lancebill.moe.placement import LINEAR, Placement

@@ -29,6 +29,24 @@ Found = Tensor | list[Tensor]  # one part of several experts: [experts, ...], or
 CODES = "codes"
 
 
+def load_projection(read: Reader, projection: Projection) -> LogicalWeight:
+    """One whole projection in its stored spec, for `verify` and `convert`."""
+    whole = (0, projection.n), (0, projection.k)
+    return read_projection(read, projection, whole, row_spec(projection, 0))
+
+
+def row_spec(
+    projection: Projection, granule: int, *, ordered: bool = False, target: QuantSpec | None = None
+) -> QuantSpec:
+    """The spec of this projection's rows after fused halves are split, rows are reordered and the shard is cut."""
+    spec = target or projection.scheme.spec
+    if ordered or (projection.step > 1 and target is None):
+        return spec.map_blocks(0, 1)
+    if projection.stored_n != projection.n and target is None:
+        spec = spec.map_blocks(0, projection.n)  # the second half starts at row n
+    return spec.map_blocks(0, granule)
+
+
 def read_projection(read: Reader, projection: Projection, area: Area, spec: QuantSpec) -> LogicalWeight:
     """These rows and columns of one projection, with the blocks of `spec`."""
     return expert_of(read_projections(read, (projection,), area, spec), 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lancebill.checkpoint.load.load_experts import LayerPlan
+from lancebill.checkpoint.load.layer_plan import LayerPlan
 from lancebill.checkpoint.load.memory import expert_bytes, level_bytes
 from lancebill.checkpoint.load.staging import BUFFER_BYTES
 

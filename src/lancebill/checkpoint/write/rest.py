@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.other_modules import OtherModule
 from lancebill.checkpoint.write.variants import first_that_holds

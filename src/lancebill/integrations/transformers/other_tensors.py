@@ -12,7 +12,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules
