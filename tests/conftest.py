@@ -19,5 +19,16 @@ pytest.register_assert_rewrite(*HELPERS)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """A test that fails fails again, whatever ran before it. Campaigns are where seeds vary."""
+    _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """What several tests share does not depend on which of them comes first."""
+    if fixturedef.scope != "function":
+        _seed()
+
+
+def _seed() -> None:
     random.seed(0)
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ def test_ctrl_c_while_requests_are_open() -> None:
             answering.join(60)
             assert not answering.is_alive()
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=30) == 130
+            assert process.wait(timeout=60) == 130
         finally:
             process.kill()
         assert process.stderr is not None and process.stderr.read().strip() == "stopped"
@@ -121,10 +121,10 @@ def test_ctrl_c_just_before_a_wait_is_not_lost() -> None:
         before, start = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
         try:
             with pytest.raises(KeyboardInterrupt):
-                run_load(url, Load(4, 4, 1, 1), timeout=10.0)
+                run_load(url, Load(4, 4, 1, 1), timeout=120.0)
         finally:
             signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < 5.0, "it must not wait until the request fails"
+    assert time.monotonic() - start < 60.0, "it must not wait until the request fails"
 
 
 def _reset_sigint() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -35,9 +37,11 @@ Served = tuple[str, subprocess.Popen[str]]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Not one of those that the system gives to whoever asks for any: another test could get it first."""
+    for port in itertools.count(20000 + os.getpid() % 10000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            break
+    return port
 
 
 def get(url: str) -> bytes:
@@ -47,10 +51,25 @@ def get(url: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The address of a running server, and its process."""
-    folder = tmp_path_factory.mktemp("serve") / "model"
-    tiny.save_model_with_tokenizer(transformers, folder)
+def servers() -> Iterator[list[Served]]:
+    """Those started so far."""
+    started: list[Served] = []
+    yield started
+    for _, process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def served(servers: list[Served], tmp_path: Path) -> Served:
+    """The address of a running server, and its process: the last one, unless a test has ended it."""
+    if not servers or servers[-1][1].poll() is not None:
+        tiny.save_model_with_tokenizer(transformers, tmp_path / "model")
+        servers.append(start_server(tmp_path / "model"))
+    return servers[-1]
+
+
+def start_server(folder: Path) -> Served:
     port = free_port()
     command = [
         sys.executable,
@@ -79,10 +98,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         except OSError:
             assert process.poll() is None and time.monotonic() < end, "the server did not come up"
             time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/v1", process
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    return f"http://127.0.0.1:{port}/v1", process
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from vllm_servers import LOADED, Engine, Server, free_port
 from vllm_serving import end, fork
 
 ENGINE = Engine("tiny-gpt-oss", "ours")
-FAR = 20.0
+FAR = 120.0
 
 
 def server(log: Path, work: Any) -> Server:

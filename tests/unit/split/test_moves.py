@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lancebill.split.residency import Residency
 from lancebill.testing.checkpoints import save
 
 Given = tuple[Tensor, Tensor, Tensor]
+LIMIT = 60.0  # seconds: nothing is expected to take so long, however busy the machine is
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +92,17 @@ def _background(moves: Moves) -> Iterator[None]:
         thread.join()
 
 
+def _wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+def _wait_for_experts(layer: RoutedExperts, experts: set[int]) -> None:
+    _wait_until(lambda: set(_moves(layer).held.experts) == experts)
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_the_experts_used_last_come_and_results_stay(folder: Path, backend: str) -> None:
     whole, split = _load(folder, gpu_experts=4, backend=backend), _load(folder, backend=backend)
@@ -133,7 +146,7 @@ def test_other_weights_change_the_last_bits_within_a_bound(folder: Path) -> None
 
 
 def test_calls_and_moves_at_the_same_time(folder: Path) -> None:
-    """Two thousand calls of two threads, while a third one moves experts all the time."""
+    """Two threads call a layer until a third one has moved more than 50 experts, and 300 times at least."""
     whole, split = _load(folder, gpu_experts=4), _load(folder)
     generator = random.Random(0)
     pairs = [generator.sample(range(SIZE.experts), 2) for _ in range(12)]
@@ -143,10 +156,13 @@ def test_calls_and_moves_at_the_same_time(folder: Path) -> None:
     wrong: list[int] = []
 
     def calls() -> None:
-        for step in range(1000):
+        end = time.monotonic() + LIMIT
+        for step in itertools.count():
             each = step // 3 % len(given)
             if not torch.equal(_run(split, given[each]), want[each]):
                 wrong.append(step)
+            if step >= 300 and (_moves(split).moved > 50 or time.monotonic() > end):
+                return
 
     threads = [threading.Thread(target=calls) for _ in range(2)]
     with _background(_moves(split)):
@@ -156,7 +172,7 @@ def test_calls_and_moves_at_the_same_time(folder: Path) -> None:
             thread.join()
     assert not wrong and _moves(split).moved > 50, (wrong, _moves(split).moved)
     views = _moves(split)._parts.views  # type: ignore[union-attr]
-    assert len(views.held) <= 3 and not views.under_way() and views.uses.calls >= 2001
+    assert len(views.held) <= 3 and not views.under_way() and views.uses.calls > 600
 
 
 def test_a_place_is_not_overwritten_while_a_call_may_read_it(folder: Path) -> None:
@@ -168,8 +184,7 @@ def test_a_place_is_not_overwritten_while_a_call_may_read_it(folder: Path) -> No
         assert maps.own.tolist() == [0, 1, -1, -1] and maps.host.tolist() == [-1, -1, 2, 3]
         thread = threading.Thread(target=moves.step)
         thread.start()
-        while split.expert_map.tolist() == [0, 1, -1, -1]:
-            time.sleep(1e-3)
+        _wait_until(lambda: maps.own.tolist() != split.expert_map.tolist())
         time.sleep(0.05)
         assert split.expert_map.tolist() == [0, -1, -1, -1], "the expert that leaves is the host's at once"
         assert maps.own.tolist() == [0, 1, -1, -1], "but not for a call that has begun"
@@ -253,6 +268,7 @@ def test_refits_while_experts_move(folder: Path, tmp_path: Path) -> None:
     split = _load(folder)
     pairs = [_inputs(seed, *pair) for seed, pair in enumerate([(0, 1), (3, 2), (1, 2), (3, 0)])]
     _run(split, pairs[0])
+    experts = {0, 1}
     with _background(_moves(split)):
         for seed in range(1, 5):
             other = make_checkpoint("gptq", "actorder", seed=seed)
@@ -261,11 +277,11 @@ def test_refits_while_experts_move(folder: Path, tmp_path: Path) -> None:
             random.Random(seed).shuffle(tensors)
             split.load_weights(tensors)
             split.finish()
-            for given in pairs:
+            for given in pairs:  # the next refit begins while the last pair comes
+                _wait_for_experts(split, experts)
+                experts = set(given[1][0].tolist())
                 for _ in range(3):
                     assert torch.equal(_run(split, given), _run(whole, given)), seed
-                    time.sleep(2e-3)
-    assert _moves(split).moved > 4
 
 
 def test_copies_saved_states_and_moved_layers_know_where_experts_are(folder: Path, tmp_path: Path) -> None:
@@ -326,18 +342,16 @@ def test_one_thread_moves_the_experts_of_all_layers(folder: Path, monkeypatch: p
     mover = Mover()
     monkeypatch.setattr(MOVER, "add", mover.add)
     layers = [_load(folder) for _ in range(3)]
-    end = time.monotonic() + 20
-    while any(_moves(layer).moved < 2 for layer in layers) and time.monotonic() < end:
-        for layer in layers:
-            _run(layer, _inputs(0, 2, 3))
-    assert all(set(_moves(layer).held.experts) == {2, 3} for layer in layers)
-    assert sum(thread.name == "lancebill-mover" for thread in threading.enumerate()) == 1
+    for layer in layers:
+        _run(layer, _inputs(0, 2, 3))
+    for layer in layers:
+        _wait_for_experts(layer, {2, 3})
+    movers = [thread for thread in threading.enumerate() if thread.name == "lancebill-mover"]
+    assert [thread for thread in movers if thread is not MOVER._thread] == [mover._thread]
     gone = [weakref.ref(layer) for layer in layers]
     del layers, layer
     gc.collect()
-    while any(each() is not None for each in gone) or mover._thread is not None:
-        assert time.monotonic() < end
-        time.sleep(1e-3)
+    _wait_until(lambda: mover._thread is None and not any(each() for each in gone))
     mover.add(_moves(_load(folder)))
     mover.stop()
     assert mover._thread is None or not mover._thread.is_alive()
