@@ -46,8 +46,9 @@ from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.env import describe
 from lancebill.errors import LancebillError
 from lancebill.formats.gguf import TYPES
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Indexed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 from lancebill.native.build import KERNELS
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, worst_row

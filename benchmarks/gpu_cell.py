@@ -27,7 +27,8 @@ from lancebill.jit.build import build_all
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.driver import capability
 from lancebill.jit.load import loadable
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.device import Device, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.testing.layers import worst_row
 
 CHECKED_ROWS = 16

@@ -11,7 +11,8 @@ from lancebill.backends.oracle import select
 from lancebill.jit.build import build_all
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.load import loadable
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.device import Device, parse_device
+from lancebill.moe.problem import Problem
 
 Planned = Iterable[tuple[Problem, int]]
 

@@ -54,8 +54,9 @@ from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import parse_device
 from lancebill.moe.dispatch import Indexed
-from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
+from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.testing.layers import SampleLayer, layer_problem, routing
 
 SHAPES = {

@@ -51,9 +51,10 @@ from lancebill.bench.workload import Batch, Weights
 from lancebill.errors import WrongResult
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import parse_device
 from lancebill.moe.dispatch import Indexed, localize
 from lancebill.moe.model_shapes import parse_shape
-from lancebill.moe.problem import Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.moe.simulation import KINDS, Simulation
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.testing.layers import SampleLayer

@@ -27,8 +27,9 @@ from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Weights
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import parse_device
 from lancebill.moe.model_shapes import parse_shape
-from lancebill.moe.problem import Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.moe.routing import Routing
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.testing.layers import routing

@@ -29,7 +29,7 @@ from lancebill.bench.workload import Weights
 from lancebill.cli.env import describe
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import parse_device
+from lancebill.moe.device import parse_device
 from lancebill.moe.routing import SIGMOID, Routing, route
 from lancebill.testing.layers import layer_problem
 

@@ -122,7 +122,7 @@ def backend_of(case: Case) -> Any:
 
 
 def device_of(case: Case) -> Any:
-    from lancebill.moe.problem import parse_device
+    from lancebill.moe.device import parse_device
 
     return parse_device(case.gpu)
 

@@ -70,8 +70,8 @@ def fill_blocks(text: str) -> str:
 def explain() -> str:
     """The answer of `lancebill explain` to one question, without reasons that depend on what is installed here."""
     from lancebill.backends import oracle
+    from lancebill.moe.device import parse_device
     from lancebill.moe.model_shapes import parse_shape
-    from lancebill.moe.problem import parse_device
     from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     problem = parse_shape(SHAPE).problem(parse_spec(SPEC), parse_activation(ACTIVATIONS), tp=1)

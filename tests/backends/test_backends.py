@@ -7,7 +7,7 @@ import torch
 
 from lancebill.backends.base import Backend
 from lancebill.backends.registry import registry
-from lancebill.moe.problem import Device, parse_device
+from lancebill.moe.device import Device, parse_device
 from lancebill.testing import judge
 
 DEVICES = [Device("cpu"), *([parse_device("cuda")] if torch.cuda.is_available() else [])]

@@ -27,9 +27,10 @@ from lancebill.errors import LaunchError
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.layout import MatrixShape
-from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Problem
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import CODEBOOK
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec

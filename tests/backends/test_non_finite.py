@@ -10,7 +10,7 @@ from lancebill.backends.registry import registry
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.moe.routing import SIGMOID, SOFTMAX, Routing
 from lancebill.testing.layers import layer_problem, make_layer
 

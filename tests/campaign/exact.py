@@ -18,7 +18,8 @@ from bookkeeping import Details, Figure, Part, Tallies, Tally
 from lancebill.backends.base import Backend
 from lancebill.backends.cpu import Cpu, native
 from lancebill.backends.registry import registry
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device
+from lancebill.moe.device import Device
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED
 from lancebill.numbers.spec import ALL, QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing import judge

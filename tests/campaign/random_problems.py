@@ -27,9 +27,10 @@ from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Packed
-from lancebill.moe.problem import BATCH_INVARIANT, FAST, Device, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, FAST, Problem
 from lancebill.numbers.dtypes import CODEBOOK
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem, row_errors

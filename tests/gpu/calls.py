@@ -20,9 +20,10 @@ from lancebill.backends.gpu.workspace import WORKSPACES
 from lancebill.backends.registry import registry
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.load import loadable
+from lancebill.moe.device import Device, parse_device
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import W2, W13, Packed, as_integer
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.testing.layers import plausible_weight, row_errors, worst_row
 
 GPU = parse_device("cuda") if torch.cuda.is_available() else Device("cuda", 90)

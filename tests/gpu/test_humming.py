@@ -11,9 +11,9 @@ from lancebill.bench.check import check_output
 from lancebill.bench.peers_cuda import PEERS, compile_humming
 from lancebill.bench.workload import Batch, Weights
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.layout import MatrixShape, PlainLayout
 from lancebill.moe.model_shapes import parse_shape
-from lancebill.moe.problem import Device
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.testing.layers import layer_problem, make_layer, plausible_weight, routing, worst_row
 

@@ -27,8 +27,9 @@ from lancebill.formats import registry
 from lancebill.layer.gpu_room import check_room, free_bytes
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import parse_device
 from lancebill.moe.layout import Packed
-from lancebill.moe.problem import Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.unusual import assuming
 from lancebill.split import divide_batch, gpu_queues, host_calls, large_batches, mailbox, streamed

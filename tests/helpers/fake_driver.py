@@ -24,7 +24,8 @@ from lancebill.jit.compile import Binary, Desc, KernelSource
 from lancebill.jit.load import MappedMatrix
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import INDEXED, Device, Problem
+from lancebill.moe.device import Device
+from lancebill.moe.problem import INDEXED, Problem
 from lancebill.testing.layers import SampleLayer, layer_problem, make_layer, routing
 
 FUNCTION, READY, NODE = 1 << 33, 1 << 34, 1 << 35  # handles above 32 bits: a truncated one does not match

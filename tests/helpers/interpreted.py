@@ -33,9 +33,10 @@ from lancebill.backends.gpu.tiles import Rule
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.registry import registry
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from lancebill.moe.layout import Packed, as_integer
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.numbers.weight import stack_experts

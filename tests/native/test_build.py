@@ -16,7 +16,7 @@ COMPILER = build.compiler() is not None
 PRINT_LEVEL = "from lancebill.backends.cpu import native; print(native.state().why)"
 PRINT_CHOICE = """
 from lancebill.backends import oracle
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.moe.model_shapes import parse_shape
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 problem = parse_shape("4,64,64,2").problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])

@@ -197,7 +197,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
 
 ENVIRONMENT = {
     "jit/cache.py": {"LANCEBILL_CACHE", "LANCEBILL_NO_COMPILE"},
-    "moe/problem.py": {"LANCEBILL_GPU"},
+    "moe/device.py": {"LANCEBILL_GPU"},
     "native/load.py": {"LANCEBILL_NATIVE"},
     "native/build.py": set(),  # CXX
     "bench/peers_cpu.py": {"LANCEBILL_VLLM_OPS"},

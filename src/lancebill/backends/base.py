@@ -18,9 +18,10 @@ from torch import Tensor
 from lancebill.backends.limited_dict import LimitedDict
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import MissingTensor
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed, Routing
 

@@ -13,7 +13,8 @@ import torch
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.backends.registry import registry
 from lancebill.errors import UnsupportedProblem
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.device import Device, parse_device
+from lancebill.moe.problem import Problem
 
 AUTO = "auto"
 TYPICAL_TOKENS = 64  # the batch size at which estimates are compared by default

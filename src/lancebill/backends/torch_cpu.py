@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
 from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
-from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.dtypes import DType
 from lancebill.numbers.rotation import rotate

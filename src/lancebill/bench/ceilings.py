@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu import native
 from lancebill.bench.timing import last_level_cache
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.numbers.dtypes import INTEGER
 from lancebill.numbers.spec import ActivationSpec
 

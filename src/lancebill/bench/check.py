@@ -11,9 +11,10 @@ from torch import Tensor
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Batch, Weights
 from lancebill.errors import WrongResult
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 
 ROWS = 4  # rows compared with the reference; the others only have to be finite
 # |difference| / |row|. Quantised inputs may round to the neighbouring code: where few numbers dominate a hidden row,

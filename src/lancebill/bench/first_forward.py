@@ -67,8 +67,8 @@ def _measure(request: FirstForward) -> FirstForwardTime:
     from lancebill.backends import oracle
     from lancebill.layer.parts import LayerParts
     from lancebill.layer.routed_experts import RoutedExperts
+    from lancebill.moe.device import parse_device
     from lancebill.moe.model_shapes import parse_shape
-    from lancebill.moe.problem import parse_device
     from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     compiled = _CompileCounter()

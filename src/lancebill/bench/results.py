@@ -10,8 +10,9 @@ from lancebill.backends import oracle
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.timing import Times
 from lancebill.bench.workload import Batch
+from lancebill.moe.device import Device
 from lancebill.moe.model_shapes import Shape
-from lancebill.moe.problem import FAST, Device, Problem
+from lancebill.moe.problem import FAST, Problem
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.split.moves import OFF

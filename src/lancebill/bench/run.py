@@ -19,8 +19,9 @@ from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
+from lancebill.moe.device import Device, parse_device
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.moe.simulation import Simulation
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.split.moves import check_moves

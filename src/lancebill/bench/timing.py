@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import LancebillError
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 
 Call = Callable[[], object]
 

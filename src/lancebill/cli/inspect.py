@@ -116,9 +116,9 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
     """
     from lancebill.bench.ceilings import read_rate
     from lancebill.checkpoint.load.layer_plan import plan_layer
+    from lancebill.moe.device import Device
     from lancebill.moe.layout import PlainLayout
     from lancebill.moe.placement import Placement
-    from lancebill.moe.problem import Device
     from lancebill.split.split import parse_bytes, share_budget
 
     layout, total = PlainLayout(), parse_bytes(gpu)

@@ -95,7 +95,7 @@ def warmup(
         import torch
 
         from lancebill.backends.shipped import targets_of
-        from lancebill.moe.problem import parse_device
+        from lancebill.moe.device import parse_device
 
         where = parse_device(device)
         targets = targets_of(where.arch) if where.kind == "cuda" else ()

@@ -65,7 +65,7 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
 def _check_placement(*, device: str = "cpu", gpu_memory: str | None = None, moves: str = "off", **_: Any) -> None:
     """Before a long load. Whoever asks for these in a command expects a GPU to be used."""
     from lancebill.integrations.transformers.pretrained import check_placement
-    from lancebill.moe.problem import parse_device
+    from lancebill.moe.device import parse_device
 
     check_placement(gpu_memory, moves)
     if parse_device(device).kind == "cpu" and (gpu_memory is not None or moves != "off"):

@@ -53,7 +53,7 @@ def tune(
         from lancebill.backends.hopper.tuning import policy as hopper
         from lancebill.backends.hopper.tuning import search
         from lancebill.bench.tuning import Journal, Search
-        from lancebill.moe.problem import parse_device
+        from lancebill.moe.device import parse_device
 
         layers = _layers(shape, names(weights), names(activations))
         where = parse_device(device)

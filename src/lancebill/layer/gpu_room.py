@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from lancebill.errors import NotEnoughMemory
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,8 +16,9 @@ from lancebill.backends.base import Executor, TensorTable
 from lancebill.errors import LaunchError
 from lancebill.layer.check_tensors import FLOATS
 from lancebill.layer.compiled_op import add_layer
+from lancebill.moe.device import Device, parse_device
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.problem import Problem
 
 REPACK_BYTES = 16 << 20  # of codes that are converted at once; temporary memory is up to ten times that
 

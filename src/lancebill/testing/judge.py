@@ -19,9 +19,10 @@ from torch import Tensor
 
 from lancebill.backends.base import Backend
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Dispatch, Indexed, SlotGroups, to_batched, to_contiguous
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import BF16, F32, INTEGER

@@ -11,9 +11,10 @@ from torch import Tensor
 from lancebill.backends.base import Backend, Executor, TensorTable
 from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import parse_device
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed
-from lancebill.moe.problem import Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import BF16, E8M0, F16, F32, FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 from lancebill.numbers.weight import LogicalWeight

@@ -24,8 +24,9 @@ from lancebill.jit.build import get_binary
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.targets import TARGETS
+from lancebill.moe.device import Device
 from lancebill.moe.model_shapes import NAMED
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.testing.layers import layer_problem
 

@@ -19,9 +19,10 @@ from lancebill.backends.gpu.call import check_call, readable
 from lancebill.backends.gpu.workspace import Workspaces
 from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Indexed
 from lancebill.moe.layout import MatrixShape
-from lancebill.moe.problem import BATCHED, Device
+from lancebill.moe.problem import BATCHED
 from lancebill.numbers.dtypes import BF16, E4M3, codebook
 from lancebill.numbers.spec import QuantSpec, Scale, group
 from lancebill.numbers.spec_names import ACTIVATIONS

@@ -22,8 +22,9 @@ from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Contiguous, Indexed
-from lancebill.moe.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Problem
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import F32
 from lancebill.numbers.weight import LogicalWeight

@@ -20,7 +20,7 @@ from lancebill.jit.build import build_all, get_binary
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import Binary
 from lancebill.jit.ship import MOST_BYTES, MOST_KERNELS
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.moe.routing import SOFTMAX, SQRTSOFTPLUS, Routing
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem

@@ -25,7 +25,7 @@ from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 
 
 class RecordOperations(TorchDispatchMode):

@@ -13,7 +13,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.formats import registry
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.layers import layer_problem
 

@@ -13,9 +13,10 @@ from lancebill.backends.humming.layout import HummingLayout, padded
 from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous
 from lancebill.moe.layout import MatrixShape
-from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Problem
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.layers import layer_problem, plausible_weight
 

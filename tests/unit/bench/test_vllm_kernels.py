@@ -12,7 +12,7 @@ from lancebill.backends.gpu import shipped
 from lancebill.checkpoint.read.config import config_of_model
 from lancebill.jit.compile import KernelSource
 from lancebill.layer.recipe import LoadOptions, Recipe
-from lancebill.moe.problem import parse_device
+from lancebill.moe.device import parse_device
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -24,8 +24,9 @@ from lancebill.checkpoint.resolve.manifest import StoredLayer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import Device
 from lancebill.moe.model_shapes import NAMED, parse_shape
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 from lancebill.testing import judge
 from lancebill.testing.checkpoints import Geometry

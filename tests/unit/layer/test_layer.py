@@ -18,7 +18,7 @@ from lancebill.errors import LaunchError, MissingTensor, SpecError, WrongDtype
 from lancebill.formats.base import Example
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.moe.routing import Routing
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.conformance import all_examples, whole_matrices

@@ -26,7 +26,7 @@ from lancebill.errors import MissingTensor
 from lancebill.layer import packed_module
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.conformance import all_examples
 from lancebill.testing.layers import layer_problem, make_layer, routing

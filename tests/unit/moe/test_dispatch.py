@@ -11,9 +11,10 @@ from torch import Tensor
 from lancebill.backends.reference import BACKEND
 from lancebill.errors import LaunchError
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Indexed, combine, group_slots, localize, to_batched, to_contiguous
 from lancebill.moe.layout import MatrixShape, Packed
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.spec import CHANNEL, int_spec
 from lancebill.numbers.spec_names import ACTIVATIONS

@@ -22,9 +22,10 @@ from lancebill.formats.stored import Config
 from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device, parse_device
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.placement import Placement
-from lancebill.moe.problem import Device, Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.moe.routing import Routing
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.spec import DENSE_BF16, MXFP4

@@ -20,9 +20,10 @@ from lancebill.formats import registry
 from lancebill.layer.parts import pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.placement import Placement
-from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Problem
 from lancebill.parallel import GATHER, ExpertParallel, Mesh, gather
 from lancebill.parallel.groups import OUTSIDE, RankGroup
 from lancebill.testing.checkpoints import Geometry, generate

@@ -15,9 +15,10 @@ from torch import Tensor
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing import judge
 

@@ -14,7 +14,8 @@ from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.step import Step
 from lancebill.backends.gpu.target import FP8_FROM
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.device import Device
+from lancebill.moe.problem import Problem
 
 
 class Ampere(GpuBackend):

@@ -16,7 +16,8 @@ from lancebill.backends.gpu.roofline import Efficiency, activated_experts, estim
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import Rule, Tile, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.device import Device
+from lancebill.moe.problem import Problem
 
 EMULATED = "fp8 inputs have run on an H200 only, which emulates mma.sync of fp8: their speed is not known"
 _REACHED = Efficiency(memory=0.8, tensor=0.55, call_us=12)

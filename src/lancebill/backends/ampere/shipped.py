@@ -8,7 +8,7 @@ from lancebill.backends.ampere.steps import kernels
 from lancebill.backends.gpu.shipped import TOKENS, pack_kernels, problems, route_kernels
 from lancebill.backends.gpu.target import compile_target
 from lancebill.jit.compile import KernelSource
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 
 TARGETS = (80, 89, 120)
 # The GPUs whose pipelines are shipped: for 16-bit inputs, where sm_86 stands for all with 99 KB of shared memory, and

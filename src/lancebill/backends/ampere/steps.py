@@ -8,7 +8,8 @@ from lancebill.backends.gpu import steps as shared
 from lancebill.backends.gpu.plan import GpuPlan, row_width
 from lancebill.backends.gpu.step import Ref, Step, Value
 from lancebill.jit.compile import KernelSource
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.device import Device
+from lancebill.moe.problem import Problem
 
 
 def steps(plan: GpuPlan) -> tuple[Step, ...]:

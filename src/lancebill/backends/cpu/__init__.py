@@ -18,9 +18,10 @@ from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.cpu.plan import CpuPlan, make_plan
 from lancebill.errors import LaunchError
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import BF16, F16, F32
 
 

@@ -18,8 +18,9 @@ from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
 from lancebill.backends.cpu.route import CpuRouting
 from lancebill.backends.route_call import RouteCall
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Dispatch
-from lancebill.moe.problem import INDEXED, Device, Problem
+from lancebill.moe.problem import INDEXED, Problem
 
 
 class CpuExecutor(Executor):

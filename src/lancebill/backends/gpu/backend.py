@@ -14,9 +14,10 @@ from lancebill.backends.gpu.kernels import triton_version
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.step import Step
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Layout, MatrixShape, Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, ActivationSpec
 

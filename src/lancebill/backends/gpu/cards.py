@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lancebill.moe.problem import Device
+from lancebill.moe.device import Device
 
 _KB = 1024
 

@@ -20,8 +20,9 @@ from lancebill.backends.gpu.tiles import bucket, buckets
 from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, outside_pools, reserve_workspace
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
-from lancebill.moe.problem import CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.problem import CONTIGUOUS, INDEXED, Problem
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
 

@@ -27,7 +27,7 @@ from lancebill.errors import CompileError
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.driver import Launch, use_context
 from lancebill.jit.load import prepare_launch
-from lancebill.moe.problem import parse_device
+from lancebill.moe.device import parse_device
 
 _KERNELS = "lancebill.backends.gpu.kernels"
 _SLICES = 4  # of one program: together they read 128 bytes of a row of 4-bit codes

@@ -10,7 +10,8 @@ from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.step import Step
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.device import Device
+from lancebill.moe.problem import Problem
 
 
 class Hopper(GpuBackend):

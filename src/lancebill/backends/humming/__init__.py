@@ -16,9 +16,10 @@ from lancebill.backends.base import Backend, Executor, Plan, Reason, TensorTable
 from lancebill.backends.humming.layout import HummingLayout
 from lancebill.backends.humming.support import PACKAGE, missing, unsupported
 from lancebill.errors import LaunchError
+from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1, E4M3, F16
 
 if TYPE_CHECKING:

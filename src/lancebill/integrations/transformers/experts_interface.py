@@ -23,8 +23,9 @@ from lancebill.integrations.transformers.packed_experts import forward_only, has
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.device import parse_device
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed, PlainLayout, as_integer
-from lancebill.moe.problem import Problem, parse_device
+from lancebill.moe.problem import Problem
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
 from lancebill.numbers.weight import LogicalWeight, stack_experts
 

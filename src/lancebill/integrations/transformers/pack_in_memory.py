@@ -23,7 +23,7 @@ from lancebill.integrations.transformers.packed_experts import PackedExperts, ex
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
-from lancebill.moe.problem import parse_device
+from lancebill.moe.device import parse_device
 from lancebill.numbers.codec import requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, stack

@@ -54,8 +54,9 @@ from lancebill.layer.mixtures import Mixtures, mixtures_of
 from lancebill.layer.recipe import UNQUANTISED, LoadOptions
 from lancebill.layer.report import LoadReports
 from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, split_rest
+from lancebill.moe.device import parse_device
 from lancebill.moe.placement import Placement
-from lancebill.moe.problem import FAST, parse_device
+from lancebill.moe.problem import FAST
 from lancebill.split.moves import OFF, check_moves
 from lancebill.split.split import parse_bytes
 

@@ -23,7 +23,8 @@ from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import INDEXED, parse_device
+from lancebill.moe.device import parse_device
+from lancebill.moe.problem import INDEXED
 
 
 @contextmanager
