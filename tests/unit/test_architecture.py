@@ -267,7 +267,7 @@ STRING_TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "parti
 STRING_TESTS |= {"rfind", "rindex", "split", "rsplit", "replace", "count"}
 NAMES_DECIDE = {
     "checkpoint/resolve/naming.py": "the naming table",
-    "checkpoint/write/target.py": "a written config lists its unquantised modules by name",
+    "checkpoint/write/plan_output.py": "a written config lists its unquantised modules by name",
     "demo/generated.py": "adds up the bytes of the experts of a model it wrote",
     "demo/model.py": "renames the tensors of one known file",
     "formats/bitsandbytes.py": "tells its own suffixes from those of unquantised modules",

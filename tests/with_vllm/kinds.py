@@ -14,7 +14,8 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import Naming
 from lancebill.checkpoint.write.convert import ConvertOptions, convert
-from lancebill.checkpoint.write.target import Target, choose_target, plan_output
+from lancebill.checkpoint.write.plan_output import plan_output
+from lancebill.checkpoint.write.target import Target, choose_target
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format, Scheme
 from lancebill.numbers.spec import QuantSpec

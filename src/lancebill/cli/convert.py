@@ -18,7 +18,8 @@ from lancebill.cli.console import Json
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.write.convert import Report
-    from lancebill.checkpoint.write.target import Output, Target
+    from lancebill.checkpoint.write.output import Output
+    from lancebill.checkpoint.write.target import Target
     from lancebill.numbers.loss import Loss
 
 

@@ -25,7 +25,8 @@ import lancebill.formats as formats
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.write.convert import fit_to_scheme
-from lancebill.checkpoint.write.target import choose_target, plan_output
+from lancebill.checkpoint.write.plan_output import plan_output
+from lancebill.checkpoint.write.target import choose_target
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Module

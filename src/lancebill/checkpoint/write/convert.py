@@ -22,9 +22,11 @@ from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
 from lancebill.checkpoint.worker_threads import map_in_order
+from lancebill.checkpoint.write.output import Job, Output
+from lancebill.checkpoint.write.plan_output import GGUF, plan_output
 from lancebill.checkpoint.write.rest import RestModule
 from lancebill.checkpoint.write.save import CheckpointWriter
-from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan_output
+from lancebill.checkpoint.write.target import Target
 from lancebill.errors import MixedSpecs, UnsupportedFormat
 from lancebill.formats.base import Scheme
 from lancebill.numbers.codec import dequantize, keeps_codes, loss, plain_matrix, quantize, recasts, requantize
