@@ -15,7 +15,8 @@ from lancebill.errors import ranges
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
+    from lancebill.checkpoint.resolve.manifest import Manifest
+    from lancebill.checkpoint.resolve.stored_layer import Projection, StoredLayer
 
 
 def inspect(

@@ -16,8 +16,7 @@ from torch import Tensor
 from lancebill.errors import BadValue
 from lancebill.formats import _floats
 from lancebill.formats._act_order import group_order, reordered, to_natural_order, unlike_natural
-from lancebill.formats._floats import WEIGHT as WEIGHT
-from lancebill.formats._floats import FloatScheme, from_level, scale_axes, scale_part, to_level
+from lancebill.formats._floats import WEIGHT, FloatScheme, from_level, scale_axes, scale_part, to_level
 from lancebill.formats._integers import PlainInts, check_no_zero
 from lancebill.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
 from lancebill.numbers.bit_packing import pack_bits, pack_padded, stream_codes, unpack_bits, unpack_padded

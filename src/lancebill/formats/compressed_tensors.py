@@ -33,6 +33,7 @@ from lancebill.formats._ct_config import (
     write_config,
 )
 from lancebill.formats._ct_transforms import rotated, write_rotation
+from lancebill.formats._floats import WEIGHT
 from lancebill.formats.base import (
     FLOAT_NAMES,
     FLOAT_TYPES,
@@ -203,7 +204,7 @@ def _format(config: Config, section: ConfigGroup, weights: Args, module: Module)
     if weights.kind == "int":
         if any(module.has(s) for s in ct.PACKED):
             return PACK
-        if module.dtype(*ct.WEIGHT, default="") == "I8":
+        if module.dtype(*WEIGHT, default="") == "I8":
             return INT
     elif weights.bits == 8:
         return "mxfp8-quantized" if weights.scale_dtype == "uint8" else FLOAT

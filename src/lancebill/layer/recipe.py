@@ -16,8 +16,9 @@ from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import allocate_inputs, check_static
 from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
-from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLayer
+from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming, find_family
+from lancebill.checkpoint.resolve.stored_layer import StoredLayer
 from lancebill.errors import MissingTensor, SpecError, ranges
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer.gpu_room import fitting

@@ -16,6 +16,7 @@ from lancebill.checkpoint.load.load_experts import load_expert, load_experts
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
+from lancebill.checkpoint.resolve.stored_layer import StoredLayer
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats import axes as ax
 from lancebill.formats import detect, registry
@@ -167,7 +168,7 @@ def _gate_and_up(weights: dict[str, LogicalWeight], form: NameForm) -> tuple[tor
     return gate, up
 
 
-def _load_shard(generated: Generated, layer: manifests.StoredLayer, rank: int, tp: int) -> ExpertWeights:
+def _load_shard(generated: Generated, layer: StoredLayer, rank: int, tp: int) -> ExpertWeights:
     plan = plan_layer(layer, Placement(tp_rank=rank, tp_size=tp))
     weights = load_expert(generated.read, plan, 0)
     layout = PlainLayout()

@@ -20,7 +20,7 @@ from lancebill.backends.oracle import explain as lancebill_explain
 from lancebill.backends.reference import Reference
 from lancebill.backends.registry import registry
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.resolve.manifest import StoredLayer
+from lancebill.checkpoint.resolve.stored_layer import StoredLayer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
 from lancebill.layer.routed_experts import RoutedExperts

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.slices import Reader
-from lancebill.checkpoint.resolve.manifest import Projection
+from lancebill.checkpoint.resolve.stored_layer import Projection
 from lancebill.errors import BadValue, LancebillError
 from lancebill.numbers.bit_packing import Nibbles, as_bytes
 from lancebill.numbers.blocks import expand

@@ -15,7 +15,7 @@ from torch import Tensor
 from lancebill.checkpoint.load.padding import pad
 from lancebill.checkpoint.load.projections import Area, Span, read_projections
 from lancebill.checkpoint.read.slices import Reader
-from lancebill.checkpoint.resolve.manifest import Projection
+from lancebill.checkpoint.resolve.stored_layer import Projection
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, join_rows, split_rows
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lancebill.checkpoint.load.staging import DeviceReader, Read
 from lancebill.checkpoint.read.slices import Reader
-from lancebill.checkpoint.resolve.manifest import Projection, StoredPart
+from lancebill.checkpoint.resolve.stored_layer import Projection, StoredPart
 from lancebill.errors import LancebillError
 from lancebill.formats import axes as ax
 from lancebill.formats.base import Scheme

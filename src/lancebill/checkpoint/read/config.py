@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lancebill.checkpoint.read.strict_json import read_json as read_json
+from lancebill.checkpoint.read.strict_json import read_json
 from lancebill.checkpoint.read.tensor_info import quoted
 from lancebill.errors import MalformedFile, UnsupportedFormat
 from lancebill.formats.stored import Config

@@ -16,14 +16,14 @@ from types import MappingProxyType, TracebackType
 
 from torch import Tensor
 
-from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_config, read_json
+from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_config
 from lancebill.checkpoint.read.file_bytes import open_read, reason
 from lancebill.checkpoint.read.gguf import read_gguf, split_files
 from lancebill.checkpoint.read.hub import is_hub_name
 from lancebill.checkpoint.read.safetensors import read_header
 from lancebill.checkpoint.read.slices import Index, read_slice
-from lancebill.checkpoint.read.tensor_info import TensorInfo as TensorInfo
-from lancebill.checkpoint.read.tensor_info import quoted
+from lancebill.checkpoint.read.strict_json import read_json
+from lancebill.checkpoint.read.tensor_info import TensorInfo, quoted
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,

@@ -15,9 +15,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.expert_sizes import ExpertSizes
 from lancebill.checkpoint.resolve.naming import NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, ModuleTensors
-from lancebill.checkpoint.resolve.stored_layer import Projection as Projection
-from lancebill.checkpoint.resolve.stored_layer import StoredLayer as StoredLayer
-from lancebill.checkpoint.resolve.stored_layer import StoredPart as StoredPart
+from lancebill.checkpoint.resolve.stored_layer import StoredLayer
 from lancebill.errors import (
     BadValue,
     CheckpointError,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lancebill.checkpoint.read.slices import Reader
-from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredPart
+from lancebill.checkpoint.resolve.manifest import Manifest
+from lancebill.checkpoint.resolve.stored_layer import Projection, StoredPart
 from lancebill.errors import LancebillError, MissingTensor, UnsupportedFormat, WrongShape
 from lancebill.formats import axes as ax
 from lancebill.formats import detect

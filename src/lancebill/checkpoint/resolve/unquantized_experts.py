@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
+from lancebill.checkpoint.resolve.manifest import Manifest
+from lancebill.checkpoint.resolve.stored_layer import Projection, StoredLayer
 from lancebill.errors import LancebillError, WrongDtype, ranges
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
-from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
+from lancebill.checkpoint.resolve.stored_layer import Projection
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.checkpoint.write.output import Job, Output
 from lancebill.checkpoint.write.plan_output import GGUF, plan_output

@@ -19,7 +19,6 @@ from lancebill.errors import UnexpectedTensor, WrongShape
 from lancebill.formats import detect
 from lancebill.formats.base import Module
 from lancebill.integrations.transformers.gguf_changes import Order
-from lancebill.integrations.transformers.gguf_config import config_of as config_of
 from lancebill.integrations.transformers.gguf_config import row_of
 from lancebill.integrations.transformers.gguf_row import NAMES, WHOLE, GgufRow
 from lancebill.integrations.transformers.other_tensors import LazyTensor

@@ -44,6 +44,7 @@ from lancebill.errors import (
 from lancebill.integrations.transformers import gguf_models as gguf
 from lancebill.integrations.transformers.experts_interface import register
 from lancebill.integrations.transformers.fused_modules import fuse
+from lancebill.integrations.transformers.gguf_config import config_of as gguf_config_of
 from lancebill.integrations.transformers.graphed_generation import Decoding, GraphedGeneration
 from lancebill.integrations.transformers.narrow_modules import keep_narrow
 from lancebill.integrations.transformers.other_tensors import lazy_tensors
@@ -239,7 +240,7 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
     """
     try:
         config = (
-            gguf.config_of(checkpoint) if checkpoint.path.is_file() else AutoConfig.from_pretrained(checkpoint.path)
+            gguf_config_of(checkpoint) if checkpoint.path.is_file() else AutoConfig.from_pretrained(checkpoint.path)
         )
     except ValueError:
         raise UnsupportedProblem(

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.errors import CheckpointError, UnsupportedProblem
 from lancebill.integrations.transformers import gguf_models
+from lancebill.integrations.transformers.gguf_config import config_of
 from lancebill.integrations.vllm.takeover import Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
 
@@ -94,7 +95,7 @@ def as_folder(path: Path) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with Checkpoint.open(file) as checkpoint:
         _check_architecture(checkpoint)
-        config = gguf_models.config_of(checkpoint)
+        config = config_of(checkpoint)
         parts = checkpoint.files
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = config.dtype or torch.bfloat16
