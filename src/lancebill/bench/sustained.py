@@ -130,9 +130,9 @@ class Windows:
         return 1e3 * float(start.elapsed_time(stop)) / (replay.times * replay.calls)
 
 
-def dense_gemms(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Call]:
+def dense_gemms(device: torch.device) -> dict[str, Call]:
     """Square GEMMs of random numbers, by input type."""
-    bf16 = [torch.randn(size, size, device=device).bfloat16() for _ in range(2)]
+    bf16 = [torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).bfloat16() for _ in range(2)]
     fp8 = [matrix.to(torch.float8_e4m3fn) for matrix in bf16]
     one = torch.ones((), device=device)
     return {

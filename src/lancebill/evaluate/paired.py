@@ -33,19 +33,19 @@ def mcnemar(a: Tensor, b: Tensor) -> float:
     return min(1.0, 2 * tail)
 
 
-def bootstrap(a: Tensor, b: Tensor, *, samples: int = SAMPLES, seed: int = 0) -> Difference:
+def bootstrap(a: Tensor, b: Tensor, *, seed: int = 0) -> Difference:
     """Paired bootstrap of the mean difference: pairs are resampled with replacement."""
     _check_pairs(a, b)
     differences = b.double() - a.double()
     count = differences.numel()
     generator = torch.Generator().manual_seed(seed)
-    means = torch.empty(samples, dtype=torch.float64)
-    for i in range(samples):
+    means = torch.empty(SAMPLES, dtype=torch.float64)
+    for i in range(SAMPLES):
         means[i] = differences[torch.randint(count, (count,), generator=generator)].mean()
     mean = float(differences.mean())
     centred = (means - mean).abs()
-    extreme = int((centred >= abs(mean)).sum()) if mean else samples
-    return Difference(mean, float(means.std()), (extreme + 1) / (samples + 1))
+    extreme = int((centred >= abs(mean)).sum()) if mean else SAMPLES
+    return Difference(mean, float(means.std()), (extreme + 1) / (SAMPLES + 1))
 
 
 def _log_choose(n: int, k: int) -> float:

@@ -191,23 +191,23 @@ def _bits(width: int, start: int, size: int, run: int, *, shift: int = 0) -> Pla
     return Plane(start, size, width, run, lanes=8 // width, shift=shift)
 
 
-def _six_bits(whole: int, shared: int, bit: int) -> Field:
+def _six_bits(whole: int, bit: int) -> Field:
     """One of the two sets of eight 6-bit numbers that Q4_K and Q5_K store in twelve bytes.
 
     The first four numbers are the low six bits of the bytes from `whole`; the top two bits of these
     bytes belong to the other four numbers, whose low four bits are the nibble at `bit` of the bytes
-    from `shared`.
+    from 12, which both sets share.
     """
     planes = (
         Plane(whole, 4, 6, run=4),
-        Plane(shared, 4, 4, run=4, bit=bit, first=4),
+        Plane(12, 4, 4, run=4, bit=bit, first=4),
         Plane(whole, 4, 2, run=4, bit=6, first=4, shift=4),
     )
     return Field(uint_type(6), 32, planes)
 
 
 _Q4 = _bits(4, 2, 16, 16)  # byte j: columns j and j + 16
-_K_SCALES, _K_MINIMUM = (_six_bits(4, 12, 0), _f16(0, 256)), (_six_bits(8, 12, 4), _f16(2, 256))
+_K_SCALES, _K_MINIMUM = (_six_bits(4, 0), _f16(0, 256)), (_six_bits(8, 4), _f16(2, 256))
 _INT4, _INT5, _INT8 = biased_type(4), biased_type(5), biased_type(8)
 _UINT2, _UINT4, _UINT5 = uint_type(2), uint_type(4), uint_type(5)
 _Q3_SCALE = Field(biased_type(6), 16, (_bits(4, 96, 8, 8), _bits(2, 104, 4, 4, shift=4)))

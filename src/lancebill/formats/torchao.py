@@ -119,17 +119,17 @@ def int4_scheme(size: int, scale: str) -> Int4Scheme:
 
 def fp8_scheme(block: Block, scale: DType) -> FloatScheme:
     spec = fp8_spec(block, scale=scale)
-    return FloatScheme(spec, (part("codes", CODES, "F8_E4M3", "n k"), _per_block("scale", SCALE, spec.scales[0]), BIAS))
+    return FloatScheme(spec, (part("codes", CODES, "F8_E4M3", "n k"), _scale_part(spec.scales[0]), BIAS))
 
 
 def integer_scheme(bits: int, block: Block, scale: DType, *, zero: bool) -> PlainInts:
     """int8 values; their zero points are stored even where all are 0."""
     spec = int_spec(bits, block, zero_point=zero, scale=scale)
     level = spec.scales[0]
-    axes = _per_block("scale", SCALE, level).axes
+    axes = _scale_part(level).axes
     parts = (
         part("codes", CODES, "I8", "n k"),
-        _per_block("scale", SCALE, level),
+        _scale_part(level),
         part("zero", ZERO, "I8", axes, optional=not zero),
         part("pre_quant_scale", PRE_SCALE, FLOATS, "k", optional=True),
         BIAS,
@@ -137,9 +137,9 @@ def integer_scheme(bits: int, block: Block, scale: DType, *, zero: bool) -> Plai
     return PlainInts(spec, parts)
 
 
-def _per_block(role: str, suffix: tuple[str, ...], level: Scale) -> Part:
+def _scale_part(level: Scale) -> Part:
     """The scale of a whole tensor keeps both axes here."""
-    return scale_part(role, suffix, level, ("1 1", "", "1") if level.block == TENSOR else ())
+    return scale_part("scale", SCALE, level, ("1 1", "", "1") if level.block == TENSOR else ())
 
 
 class TorchAo(Format):

@@ -86,14 +86,14 @@ _TOO_MANY = _raw_reply(
 )
 
 
-def make_server(app: App, log_level: str = "warning") -> uvicorn.Server:
+def make_server(app: App) -> uvicorn.Server:
     """A server for `run(sockets)`. At SIGINT or SIGTERM open requests have `FINISH_SECONDS` to end."""
     config = uvicorn.Config(
         app,
         http=BoundedConnection,
         ws="none",
         lifespan="off",
-        log_level=log_level,
+        log_level="warning",
         backlog=MOST_CONNECTIONS,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=FINISH_SECONDS,

@@ -63,17 +63,14 @@ class PolicyResult:
         return self.hits / max(1, self.uses)
 
 
-def simulate(trace: Trace, experts: int, places: int, policy: Policy, most: int | None = None) -> PolicyResult:
-    """Run a policy over a trace, beginning with the first experts on the device. `most` are its moves in a step.
-
-    An expert may come when it was just used; if moves are limited, also later.
-    """
+def simulate(trace: Trace, experts: int, places: int, policy: Policy) -> PolicyResult:
+    """Run a policy over a trace, beginning with the first experts on the device. An expert may come when it is used."""
     scores, held = policy(trace, experts), Residency(tuple(range(min(places, experts))))
     uses = hits = moves = clean = 0
     for step, used in enumerate(trace):
         found = sum(expert in held.experts for expert in used)
         uses, hits, clean = uses + len(used), hits + found, clean + (found == len(used))
-        swaps = held.swaps(scores[step], used if most is None else range(experts), most)
+        swaps = held.swaps(scores[step], used)
         held, moves = held.after(swaps), moves + len(swaps)
     return PolicyResult(uses, hits, moves, clean, len(trace))
 

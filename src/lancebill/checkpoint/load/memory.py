@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.moe.layout import Layout, MatrixShape
-from lancebill.moe.placement import LINEAR, Placement
+from lancebill.moe.placement import Placement
 
 LOADED_AT_ONCE = 2  # experts, at least: one is read while the other is packed
 
@@ -26,13 +26,11 @@ class RankMemory:
     peak: int
 
 
-def plan_memory(
-    manifest: Manifest, layout: Layout, *, tp: int = 1, ep: int = 1, strategy: str = LINEAR
-) -> Iterator[RankMemory]:
+def plan_memory(manifest: Manifest, layout: Layout, *, tp: int = 1, ep: int = 1) -> Iterator[RankMemory]:
     """The memory of every rank; raises `ShardError` where the matrices cannot be cut."""
     for ep_rank in range(ep):
         for tp_rank in range(tp):
-            placement = Placement(tp_rank, tp, ep_rank, ep, strategy)
+            placement = Placement(tp_rank, tp, ep_rank, ep)
             plans = [plan_layer(layer, placement, uneven=manifest.naming.uneven) for layer in manifest.stored_layers]
             final = sum(plan.bytes(layout) for plan in plans)
             working = max((expert_bytes(plan) for plan in plans), default=0)

@@ -7,7 +7,7 @@ rows and Llama-4's transposed matrices are columns of this table, not branches i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -306,12 +306,12 @@ REFUSED = {
 }
 
 
-def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE, *, mixture: str | None = None) -> Naming:
+def find_family(model: Mapping[str, Any], *, mixture: str | None = None) -> Naming:
     """The row for a config.json, by its `model_type`, or by that of its text_config if that one is not known.
 
     Where layers have several mixtures, `mixture` chooses one: by default the first, with the others beside it.
     """
-    row = _row(model, table).numbered(model).of_architecture(model)
+    row = _row(model).numbered(model).of_architecture(model)
     if mixture is None:
         return row
     for one in row.mixtures:
@@ -335,9 +335,9 @@ def _model_types(model: Mapping[str, Any]) -> list[Any]:
     return [section.get("model_type") for section in config_sections(model)][::-1]
 
 
-def _row(model: Mapping[str, Any], table: Iterable[Naming]) -> Naming:
+def _row(model: Mapping[str, Any]) -> Naming:
     model_types = _model_types(model)
-    rows = {name: row for row in table for name in row.model_types}
+    rows = {name: row for row in TABLE for name in row.model_types}
     for name in (name for name in model_types if isinstance(name, str)):
         if name in rows:
             return rows[name]

@@ -112,14 +112,14 @@ def fuse(model: Any, dtype: torch.dtype) -> dict[str, int]:
         for name, module in list(model.named_modules()):
             norm = fused_norm(module, dtype)
             if norm is not None:
-                _replace(model, name, norm)
+                model.set_submodule(name, norm)
                 done["norms"] += 1
         for name, module in list(model.named_modules()):
             if not any(isinstance(child, QuantizedLinear) for child in module.children()):
                 continue  # nothing to gain: dense matrices are not joined
             attention = fused_attention(model, module, dtype)
             if attention is not None and isinstance(attention.qkv, QuantizedLinear):
-                _replace(model, name, attention)
+                model.set_submodule(name, attention)
                 done["attentions"] += 1
     return done
 
@@ -198,8 +198,3 @@ def _joined(parts: Sequence[QuantizedLinear | nn.Linear], dtype: torch.dtype) ->
     return QuantizedLinear.from_weight(
         whole, backend=first.choice.requested, activations=activations, dtype=dtype, order=order
     )
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    model.get_submodule(parent).register_module(leaf, module)

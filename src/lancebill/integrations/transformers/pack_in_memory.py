@@ -39,8 +39,7 @@ def pack_experts(
     for name, index, module in list(expert_modules(model)):
         place = PackedExperts(index)
         place.experts = _packed(ModuleExperts.of(module), index, weights, activations, backend)
-        parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent).register_module(leaf, place)
+        model.set_submodule(name, place)
     if isinstance(model, GenerationMixin):
         use_graphs(model)
 

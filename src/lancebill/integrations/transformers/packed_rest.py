@@ -88,7 +88,7 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
             continue
         made.append(packed)
         requantized += [] if target is None else [name]
-        _replace(model, name, packed)
+        model.set_submodule(name, packed)
     _dequantize_left(model)
     size = sum(t.nbytes for module in made for t in module.parameters())
     return replace(report, bytes=size, requantized=tuple(requantized))
@@ -139,11 +139,6 @@ def _routers(model: nn.Module) -> set[str]:
         for name, module in model.get_submodule(block).named_children()
         if isinstance(module, nn.Linear)
     }
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    model.get_submodule(parent).register_module(leaf, module)
 
 
 def _dequantize_left(model: nn.Module) -> None:
