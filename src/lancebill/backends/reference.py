@@ -15,7 +15,7 @@ from torch import Tensor
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
-from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
+from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize
@@ -93,11 +93,11 @@ class Reference(Backend):
 def run_expert(problem: Problem, rows: Tensor, weights: Mapping[str, Packed], expert: int) -> Tensor:
     """w2 @ q(act(w13 @ q(x) + b13)) for the rows of one expert, in fp32."""
     apply = _each_row if problem.order == BATCH_INVARIANT else _all_rows
-    projected = gemm(problem.w13, weights["w13"], expert, rows, problem.activations, apply)
+    projected = gemm(problem.w13, weights[W13], expert, rows, problem.activations, apply)
     if problem.w2 is None:
         return projected
     hidden = apply(problem.activation, projected)
-    return gemm(problem.w2, weights["w2"], expert, hidden, problem.second_activations, apply)
+    return gemm(problem.w2, weights[W2], expert, hidden, problem.second_activations, apply)
 
 
 RowFunction = Callable[[Tensor], Tensor]

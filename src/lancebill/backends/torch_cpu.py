@@ -16,7 +16,7 @@ from torch import Tensor
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
-from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
+from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.dtypes import DType
@@ -108,13 +108,13 @@ def _run_groups(problem: Problem, rows: Tensor, edges: list[int], weights: Mappi
     if not active:
         return
     projected = torch.empty(rows.shape[0], problem.w13.n)
-    _gemm(problem, "w13", weights, rows, edges, active, projected)
+    _gemm(problem, W13, weights, rows, edges, active, projected)
     if problem.w2 is None:
         out.copy_(projected)
         return
     hidden = problem.activation(projected)
     last = out if out.dtype == torch.float32 else torch.empty(out.shape)
-    _gemm(problem, "w2", weights, hidden, edges, active, last)
+    _gemm(problem, W2, weights, hidden, edges, active, last)
     if last is not out:
         out.copy_(last)
 
@@ -130,7 +130,7 @@ def _gemm(
 ) -> None:
     """rows @ W.T + bias for the rows of each active expert. Dequantises a few experts at a time."""
     shape, packed = problem.matrices[matrix], weights[matrix]
-    spec = problem.activations if matrix == "w13" else problem.second_activations
+    spec = problem.inputs_of(matrix)
     if not _has_own_inputs(packed):
         rows = round_activations(
             rotate(rows.float(), shape.spec.rotation), spec
@@ -174,7 +174,7 @@ def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, mat
         rows = rows * packed["pre_scale"][expert].view(torch.float32)
     rows = rotate(rows, problem.matrices[matrix].spec.rotation)
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
-    rows = round_activations(rows, problem.activations if matrix == "w13" else problem.second_activations, static)
+    rows = round_activations(rows, problem.inputs_of(matrix), static)
     return rows.index_select(1, packed["perm"][expert]) if "perm" in packed else rows
 
 

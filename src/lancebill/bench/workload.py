@@ -75,7 +75,6 @@ class Weights:
     def packed(self, layout: Layout, experts: Iterable[int] | None = None) -> dict[str, Packed]:
         """These experts (by default all) packed in a backend's layout."""
         chosen = list(range(self.problem.experts) if experts is None else experts)
-        specs = {"w13": self.problem.activations, "w2": self.problem.second_activations}
         out: dict[str, Packed] = {}
         for matrix, shape in self.problem.matrices.items():
             require_memory(len(chosen) * layout.bytes(shape), self.device)
@@ -89,8 +88,8 @@ class Weights:
                 else:
                     row = {name: tensor[slot] for name, tensor in out[matrix].items()}
                     layout.pack(shape, self.logical(matrix, expert), row)
-            if specs[matrix].static:
-                out[matrix]["input_scale"] = self._input_scale(specs[matrix], len(chosen))
+            if self.problem.inputs_of(matrix).static:
+                out[matrix]["input_scale"] = self._input_scale(self.problem.inputs_of(matrix), len(chosen))
         return out
 
     def dense(self, matrix: str, dtype: torch.dtype) -> Tensor:

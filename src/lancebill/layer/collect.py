@@ -30,7 +30,7 @@ from lancebill.errors import (
 from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
-from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.layout import W13, Layout, Packed
 
 # Packing many experts at once is faster, above all on a GPU. So complete experts wait until this many bytes are held.
 BATCH_BYTES = 128 << 20
@@ -232,7 +232,7 @@ class ExpertCollector:
         if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
             self._layout = layout
         slots = [slot for slot, expert in enumerate(recipe.plan.experts) if expert in experts]
-        device = next(iter(packed["w13"].values())).device
+        device = next(iter(packed[W13].values())).device
         load_layer(
             reader_of(self.pending, device),
             recipe.plan,

@@ -24,6 +24,7 @@ from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.rules import MATRICES, WeightRules, weight_targets
 from lancebill.moe.activation import Activation
+from lancebill.moe.layout import W2, W13
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import FACTORS
 
@@ -120,14 +121,14 @@ def _as_checkpoint(
     activation = options.activation
     gated = (Activation(activation) if isinstance(activation, str) else activation or Activation()).gated
     experts, hidden, inner = w2.codes.shape[0], w2.codes.shape[1], w13.codes.shape[1] // (2 if gated else 1)
-    split = _split(w13, specs["w13"], rows) if gated else {GATE: w13.by_role()}
+    split = _split(w13, specs[W13], rows) if gated else {GATE: w13.by_role()}
     names = {projection: f".{projection}" for projection in (*split, DOWN)}
     form = NameForm(_HOME, names, prefixes=("",))
     tensors: dict[str, Tensor] = {}
     schemes: dict[str, Scheme] = {}
     for projection, held in {**split, DOWN: w2.by_role()}.items():
         module = form.module("", layer, 0, projection)
-        matrix, k = ("w2", inner) if projection == DOWN else ("w13", hidden)
+        matrix, k = (W2, inner) if projection == DOWN else (W13, hidden)
         schemes[module] = plain_scheme(specs[matrix], packed=held["codes"].shape[-1] != k)
         tensors |= {f"{module}.{role}": tensor for role, tensor in held.items()}
     config = Config(

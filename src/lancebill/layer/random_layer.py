@@ -57,8 +57,8 @@ def _mixed(*numbers: int) -> int:
 def _fill_inputs(recipe: Recipe, packed: Mapping[str, Packed]) -> None:
     """Input scales for inputs of variance one."""
     problem = recipe.choice.problem
-    for matrix, spec in (("w13", problem.activations), ("w2", problem.second_activations)):
-        scale = LARGEST_INPUT / spec.spec.dtype.max
+    for matrix in problem.matrices:
+        scale = LARGEST_INPUT / problem.inputs_of(matrix).spec.dtype.max
         for name, value in ((SCALE, scale), (PRE_SCALE, 1.0)):
             if name in packed[matrix]:
                 buffer = packed[matrix][name]

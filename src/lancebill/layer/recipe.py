@@ -26,7 +26,7 @@ from lancebill.layer.report import LoadReport
 from lancebill.layer.routing_and_activation import agreed_activation, agreed_routing, agreed_top_k
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.activation import Activation
-from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.layout import W2, W13, Layout, Packed
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, Problem
 from lancebill.moe.routing import Routing
@@ -42,6 +42,7 @@ UNQUANTISED = {
     torch.float16: ACTIVATIONS["fp16"],
     torch.float32: ACTIVATIONS["fp32"],
 }
+_FIRST_OF = {W13: GATE, W2: DOWN}  # the projection that stands for all of a matrix
 
 
 @dataclass(frozen=True)
@@ -175,13 +176,11 @@ class Recipe:
         """Buffers for all local experts, with those for stored input scales."""
         problem, device, count = self.choice.problem, self.choice.device.torch, len(self.plan.experts)
         layout = self.layout
-        gemms = {"w13": (GATE, problem.activations), "w2": (DOWN, problem.second_activations)}
         packed = {}
         for matrix, shape in problem.matrices.items():
-            name, spec = gemms[matrix]
-            roles = self.plan.layer.sample(name).sources
+            roles = self.plan.layer.sample(_FIRST_OF[matrix]).sources
             where = f"layer {self.plan.layer.index}, {matrix}"
-            inputs = allocate_inputs(roles, spec, shape.k, count, device, where)
+            inputs = allocate_inputs(roles, problem.inputs_of(matrix), shape.k, count, device, where)
             with fitting(where, count * layout.bytes(shape), device):
                 packed[matrix] = {**layout.allocate(shape, count, device), **inputs}
         return packed
@@ -195,17 +194,14 @@ class Recipe:
         self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]
     ) -> LoadReport:
         layer, problem = self.plan.layer, self.choice.problem
-        assert problem.w2 is not None
+        stored = {matrix: layer.spec(name) for matrix, name in _FIRST_OF.items()}
         return LoadReport(
             self.manifest.format.name,
             self.manifest.naming.family,
             layer.index,
-            {"w13": str(layer.spec(GATE)), "w2": str(layer.spec(DOWN))},
-            {
-                "w13": str(self.plan.requantize.get("w13", layer.spec(GATE))),
-                "w2": str(self.plan.requantize.get("w2", layer.spec(DOWN))),
-            },
-            {"w13": str(problem.activations), "w2": str(problem.second_activations)},
+            {matrix: str(spec) for matrix, spec in stored.items()},
+            {matrix: str(self.plan.requantize.get(matrix, spec)) for matrix, spec in stored.items()},
+            {matrix: str(problem.inputs_of(matrix)) for matrix in stored},
             {matrix: str(spec) for matrix, spec in self.declared.items()},
             len(self.plan.experts),
             sum(t.numel() * t.element_size() for tensors in packed.values() for t in tensors.values()),
@@ -247,9 +243,9 @@ def _problem(
     index = plan.layer.index
     requested = activation_specs(options.activations, index)
     wide = unquantised_inputs(options.dtype)
-    chosen = {m: (requested[m] or declared[m]) if m in requested else wide for m in ("w13", "w2")}
+    chosen = {m: (requested[m] or declared[m]) if m in requested else wide for m in _FIRST_OF}
     routing = agreed_routing(manifest, index, options.routing, options.top_k)
-    projections = {"w13": plan.layer.sample(GATE), "w2": plan.layer.sample(DOWN)}
+    projections = {matrix: plan.layer.sample(name) for matrix, name in _FIRST_OF.items()}
     for matrix, projection in projections.items():
         check_static(projection.sources, chosen[matrix], f"layer {index}, {matrix}")
     return Problem(
@@ -260,8 +256,8 @@ def _problem(
         top_k=agreed_top_k(routing, options.top_k or manifest.sizes.top_k, index),
         activation=agreed_activation(manifest, index, options.activation),
         input=wide.spec.dtype,
-        activations=chosen["w13"],
-        activations_w2=chosen["w2"],
+        activations=chosen[W13],
+        activations_w2=chosen[W2],
         weight_on_input=routing is not None and routing.weight_on_input,
         pre_scale=any(FACTORS in p.sources for p in projections.values()),
         order=options.order,
@@ -271,7 +267,7 @@ def _problem(
 def _declared_activations(manifest: Manifest, layer: StoredLayer, options: LoadOptions) -> dict[str, ActivationSpec]:
     """How the checkpoint says the input of each GEMM is quantised."""
     declared = {}
-    for matrix, name in (("w13", GATE), ("w2", DOWN)):
+    for matrix, name in _FIRST_OF.items():
         module = layer.sample(name).as_module(manifest.tensors)
         declared[matrix] = manifest.format.activations(manifest.config, module) or unquantised_inputs(options.dtype)
     return declared

@@ -217,8 +217,8 @@ def expected(case: Case, *, rounded: bool = False) -> Tensor:
             weight = case.routed.weights[token, slot].double()
             row = case.x[token : token + 1].double()
             row = row * weight if problem.weight_on_input else row
-            hidden = round_once(problem.activation(_matmul(case, "w13", matrices, expert, row)))
-            result = round_once(_matmul(case, "w2", matrices, expert, hidden)[0])
+            hidden = round_once(problem.activation(_matmul(case, W13, matrices, expert, row)))
+            result = round_once(_matmul(case, W2, matrices, expert, hidden)[0])
             result = result.to(case.x.dtype).double() if problem.dispatch != INDEXED else result
             out[token] += result if problem.weight_on_input else weight * result
     return out if problem.dispatch != INDEXED else out.to(case.x.dtype).double()
@@ -229,7 +229,7 @@ def _varies_along_k(spec: QuantSpec) -> bool:
 
 
 def _matmul(case: Case, matrix: str, matrices: dict[str, list[Tensor]], expert: int, row: Tensor) -> Tensor:
-    spec = case.problem.activations if matrix == "w13" else case.problem.second_activations
+    spec = case.problem.inputs_of(matrix)
     row = _rotated(row, case.problem.matrices[matrix].spec.rotation)
     row = round_activations(row.float(), spec).double()
     bias = case.weights[matrix][expert].bias

@@ -39,7 +39,7 @@ def unsupported(problem: Problem) -> Iterator[Reason]:
     if problem.input not in _DENSE:
         yield Reason("input", f"{problem.input} inputs", "use bf16 or fp16")
     for name, shape in problem.matrices.items():
-        inputs = problem.activations if name == "w13" else problem.second_activations
+        inputs = problem.inputs_of(name)
         fp8 = inputs.spec == FP8_CHANNEL and not inputs.static
         if not fp8 and inputs.spec != _DENSE.get(problem.input):
             yield Reason("activations", f"{inputs} activations", f"use {problem.input} or fp8")

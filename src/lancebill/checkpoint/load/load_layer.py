@@ -30,7 +30,7 @@ from lancebill.checkpoint.load.slice_sizes import (
 from lancebill.checkpoint.load.staging import DeviceReader, Fetched, Read, TensorSource
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.worker_threads import map_in_order
-from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.layout import W2, W13, Layout, Packed
 from lancebill.numbers.loss import Loss
 from lancebill.numbers.unusual import any_set, assuming, repeating
 
@@ -55,10 +55,8 @@ def load_layer(
     packed. `source`: where the tensors are that `read` returns.
     """
     count = len(plan.experts)
-    packed = (
-        {"w13": layout.allocate(plan.w13, count), "w2": layout.allocate(plan.w2, count)} if out is None else dict(out)
-    )
-    device, pinned = next(iter(packed["w13"].values())).device, source is TensorSource.PINNED
+    packed = {W13: layout.allocate(plan.w13, count), W2: layout.allocate(plan.w2, count)} if out is None else dict(out)
+    device, pinned = next(iter(packed[W13].values())).device, source is TensorSource.PINNED
     reader = DeviceReader(read, device, pinned=pinned)
     work = _Work(reader, read if source is TensorSource.DEVICE else reader, plan, layout, packed)
     doubts: list[tuple[Slots, Tensor]] = []

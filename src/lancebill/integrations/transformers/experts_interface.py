@@ -113,8 +113,8 @@ class ModuleExperts:
             return stored.rows(torch.arange(stored.n).view(-1, 2).t().reshape(-1)) if interleaved else stored
 
         return {
-            "w13": weight(self.up, self.up_bias, self.interleaved),
-            "w2": weight(self.down, self.down_bias, False),
+            W13: weight(self.up, self.up_bias, self.interleaved),
+            W2: weight(self.down, self.down_bias, False),
         }
 
 
@@ -156,8 +156,8 @@ def problem_of(source: ModuleExperts, top_k: int, layer: int | None) -> Problem:
     if activation.gated != source.gated:
         raise UnsupportedProblem("the model's experts contradict its config", got=f"gated: {source.gated}")
     return Problem(
-        shapes["w13"],
-        shapes["w2"],
+        shapes[W13],
+        shapes[W2],
         experts=experts,
         global_experts=experts,
         top_k=top_k,
@@ -169,8 +169,8 @@ def problem_of(source: ModuleExperts, top_k: int, layer: int | None) -> Problem:
 
 def _without_copy(source: ModuleExperts) -> dict[str, Packed]:
     """Views of the model's own weights, as the integer tensors that our layouts use. Only biases may be copied."""
-    views: dict[str, Packed] = {"w13": {"codes": as_integer(source.up)}, "w2": {"codes": as_integer(source.down)}}
-    for matrix, bias in (("w13", source.up_bias), ("w2", source.down_bias)):
+    views: dict[str, Packed] = {W13: {"codes": as_integer(source.up)}, W2: {"codes": as_integer(source.down)}}
+    for matrix, bias in ((W13, source.up_bias), (W2, source.down_bias)):
         if bias is not None:
             views[matrix]["bias"] = as_integer(bias.float())
     return views

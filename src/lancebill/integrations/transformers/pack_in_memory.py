@@ -24,6 +24,7 @@ from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.device import parse_device
+from lancebill.moe.layout import W2, W13
 from lancebill.numbers.codec import requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, stack
@@ -55,21 +56,21 @@ def _packed(
     problem = problem_of(source, top_k, index)
     assert problem.w2 is not None
     halves = 2 if source.gated else 1
-    spec13 = targets.get("w13", problem.w13.spec)
+    spec13 = targets.get(W13, problem.w13.spec)
     problem = replace(
         problem,
         w13=replace(problem.w13, spec=spec13.stacked(problem.w13.n // 2) if source.gated else spec13),
-        w2=replace(problem.w2, spec=targets.get("w2", problem.w2.spec)),
-        activations=chosen.get("w13") or problem.activations,
-        activations_w2=chosen.get("w2") or problem.activations,
+        w2=replace(problem.w2, spec=targets.get(W2, problem.w2.spec)),
+        activations=chosen.get(W13) or problem.activations,
+        activations_w2=chosen.get(W2) or problem.activations,
     )
     choice = oracle.select(problem, parse_device(str(source.up.device)), backend)
 
     def quantised(expert: int) -> dict[str, LogicalWeight]:
         dense = source.weights(expert)
         return {
-            "w13": _quantised(dense["w13"], targets.get("w13"), halves),
-            "w2": _quantised(dense["w2"], targets.get("w2"), 1),
+            W13: _quantised(dense[W13], targets.get(W13), halves),
+            W2: _quantised(dense[W2], targets.get(W2), 1),
         }
 
     return RoutedExperts(LayerParts(choice, pack_matrices(choice, quantised)))

@@ -21,6 +21,7 @@ from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.report import LoadReport
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, activation_specs
+from lancebill.moe.layout import W2, W13
 
 # Attributes that transformers' `use_experts_implementation` decorator sets on every experts module.
 _DECORATOR_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -190,8 +191,8 @@ def set_activations(model: nn.Module, activations: ActivationRules, dtype: torch
         before = layer.choice
         problem = replace(
             before.problem,
-            activations=chosen.get("w13") or UNQUANTISED[dtype],
-            activations_w2=chosen.get("w2") or UNQUANTISED[dtype],
+            activations=chosen.get(W13) or UNQUANTISED[dtype],
+            activations_w2=chosen.get(W2) or UNQUANTISED[dtype],
         )
         choice = oracle.select(problem, before.device, before.requested)
         if choice.backend.layout(problem) != before.backend.layout(before.problem):

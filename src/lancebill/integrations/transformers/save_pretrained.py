@@ -24,6 +24,7 @@ from lancebill.integrations.transformers.packed_rest import RestReport
 from lancebill.integrations.transformers.saved_modules import is_stored_as, rest_modules, target_as_stored
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import weight_targets
+from lancebill.moe.layout import W2, W13
 from lancebill.numbers.spec import QuantSpec
 
 log = logging.getLogger("lancebill")
@@ -68,8 +69,8 @@ class Origin:
         specs = [weight_targets(self.options.weights, layer) for layer in self.layers]
         if not any(specs):
             return None
-        spec13 = specs[0].get("w13")
-        if spec13 is None or any(spec != {"w13": spec13, "w2": spec13} for spec in specs):
+        spec13 = specs[0].get(W13)
+        if spec13 is None or any(spec != {W13: spec13, W2: spec13} for spec in specs):
             raise CannotEncode(
                 "a checkpoint can only store experts of one spec", got="rules with different specs for some matrices"
             )
