@@ -47,7 +47,7 @@ from lancebill.integrations.transformers.fused_modules import fuse
 from lancebill.integrations.transformers.gguf_config import config_of as gguf_config_of
 from lancebill.integrations.transformers.graphed_generation import Decoding, GraphedGeneration
 from lancebill.integrations.transformers.narrow_modules import keep_narrow
-from lancebill.integrations.transformers.other_tensors import lazy_tensors
+from lancebill.integrations.transformers.other_tensors import LazyTensor, lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
@@ -118,8 +118,8 @@ def from_pretrained(
     the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
     `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU: the others stay in host memory, computed by the CPU
     (docs/hybrid.md). `moves` "recency" keeps those on the GPU that were used last. `progress` is called with the bytes
-    of experts packed so far and in all. Other keywords are passed
-    to transformers' `from_pretrained` (attn_implementation, ...).
+    of experts packed so far and in all. Other keywords are passed to transformers' `from_pretrained`
+    (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -127,24 +127,19 @@ def from_pretrained(
     check_placement(gpu_memory, moves)
     folder = local_path(path, revision)
     checkpoint = _open(folder)
-    config, wide = _config(checkpoint, dtype)
-    stored = wide
-    if dtype == "auto" and target.type == "cpu" and not _computes(wide):
+    config, stored = _config(checkpoint, dtype)
+    wide = stored
+    if dtype == "auto" and target.type == "cpu" and not _computes(stored):
         # Rounds the inputs of quantised matrices as the model would; the other operators compute in fp32.
-        activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[wide])), torch.float32
+        activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[stored])), torch.float32
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
         options = replace(options, gpu_memory=gpu_memory, moves=moves)
-    rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
-    manifest = together(each.manifest() for each in experts.values())
-    if folder.is_file():
-        other_tensors = gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), wide)
-    else:
-        other_tensors = lazy_tensors(checkpoint, manifest, wide)
+    other_tensors = _other_tensors(config, checkpoint, experts, wide)
     model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)
-    model.lancebill_rest = pack_rest(model, options, rest)
+    model.lancebill_rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs))
     model = model.to(target)
     if target.type == "cpu":
         if stored != wide:
@@ -163,6 +158,16 @@ def check_placement(gpu_memory: int | str | None, moves: str) -> None:
     check_moves(moves, FAST)
     if gpu_memory is not None:
         parse_bytes(gpu_memory)
+
+
+def _other_tensors(
+    config: PretrainedConfig, checkpoint: Checkpoint, experts: Mixtures, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
+    """Everything but the experts, read when transformers asks for it."""
+    manifest = together(each.manifest() for each in experts.values())
+    if checkpoint.path.is_file():
+        return gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), dtype)
+    return lazy_tensors(checkpoint, manifest, dtype)
 
 
 def _without_experts(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
