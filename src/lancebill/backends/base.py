@@ -165,8 +165,8 @@ LinearCall = Callable[[Tensor], Tensor | None]
 
 Made = TypeVar("Made")
 _DISPATCH: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
-MOST_MADE = 256  # things made for addresses, likewise
 MOST_PLANS = 1024  # plans or fast calls before all are dropped: a server sees batches of every size
+MOST_MADE = 256  # likewise, things made for addresses
 
 
 class Executor:

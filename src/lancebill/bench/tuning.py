@@ -65,7 +65,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         self.times: dict[str, dict[str, float]] = _without_obsolete(stored.get("times", {}))
         self.failed: dict[str, dict[str, str]] = _without_obsolete(stored.get("failed", {}))
 

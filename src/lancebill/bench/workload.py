@@ -143,7 +143,7 @@ def _available(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    report = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    report = Path("/proc/meminfo").read_text(encoding="utf-8") if Path("/proc/meminfo").exists() else ""
     match = re.search(r"^MemAvailable:\s*(\d+) kB", report, re.MULTILINE)
     return 1024 * int(match[1]) if match else None
 

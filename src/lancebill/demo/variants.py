@@ -42,14 +42,16 @@ def variants() -> list[tuple[str, str]]:
 def measured_rows(model: Path, cache: Path, progress: Callable[[int], None] = lambda _: None) -> list[VariantRow]:
     """The rows from the cache if this machine has measured them before; otherwise measure them."""
     key = _machine()
-    cached = json.loads(cache.read_text()) if cache.exists() else {}
+    cached = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
     if cached.get("machine") == key:
         return [VariantRow(**row) for row in cached["rows"]]
     rows = []
     for row in _measure(model):
         rows.append(row)
         progress(1)
-    cache.write_text(json.dumps({"machine": key, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    cache.write_text(
+        json.dumps({"machine": key, "rows": [asdict(row) for row in rows]}, indent=2) + "\n", encoding="utf-8"
+    )
     return rows
 
 

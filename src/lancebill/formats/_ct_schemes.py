@@ -7,7 +7,7 @@ shifted by the smallest value, so that canonical codes start at 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,10 +82,6 @@ class PackedInts(Scheme):
         if weight.zero is not None:
             stored["zero"] = self._words(weight.zero.to(torch.uint8).t(), bits).t().contiguous()
         return stored
-
-    def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
-        shape = stored("shape")
-        return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
 
     def _perm(self, g_idx: Tensor, k: int) -> Tensor | None:
         """Without reordering, writers store -1 or the natural groups; in a shard these start at any group."""

@@ -151,8 +151,9 @@ class Scheme(ABC):
         return False
 
     def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
-        """(n, k) if a stored tensor contains them and the shapes do not; `stored` reads the tensor of a role."""
-        return None
+        """(n, k) if a stored tensor contains them; `stored` reads the tensor of a role, if there is one."""
+        shape = stored("shape")
+        return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
 
     def random_stored(self, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor] | None:
         """Random tensors, if the scheme cannot store every weight of its spec; None if it can."""

@@ -6,7 +6,7 @@ stored tensor cannot be sliced. The library stores its settings next to each wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,6 @@ class HqqScheme(Scheme):
         words = pack_groups(weight, self.spec.group or weight.k, _shifts(self.spec.dtype.bits))
         assert weight.zero is not None
         return {"codes": words, "scale": weight.scales[0].reshape(-1, 1), "zero": weight.zero.reshape(-1, 1)}
-
-    def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
-        shape = stored("shape")
-        return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
 
 
 def _shifts(bits: int) -> range:
