@@ -10,7 +10,6 @@ does not count.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import origin, result_path
+from result_files import write_record
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, plan_conversion
@@ -127,7 +127,7 @@ def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
         },
         "results": results,
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_record(path, document)
     print(f"wrote {path}")
 
 

@@ -16,7 +16,6 @@ spec may be the name of a GGUF type, such as Q4_K. The file is rewritten after e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from machine import origin, result_path
 from pin_cores import cache_neighbours, physical_cores, pin, pin_apart, process_threads, quietest_cores
+from result_files import write_record
 from torch import Tensor
 
 from lancebill.backends.base import TensorTable
@@ -367,7 +367,7 @@ def save(
         "absent": absent,
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(arguments.out, document)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from machine import origin, result_path
+from result_files import write_record
 
 from lancebill.backends.cpu import native
 from lancebill.bench.timing import CpuClock, measure
@@ -83,7 +84,7 @@ def save(path: Path, rows: list[dict[str, Any]], note: str) -> None:
     machine = describe()
     about = {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]}
     record = {**origin(Path(__file__).name), "machine": about, "note": note, "load": os.getloadavg()[0], "rows": rows}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, record)
 
 
 if __name__ == "__main__":

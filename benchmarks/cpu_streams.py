@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import transformers
 from machine import origin, result_path, whole_model_machine
+from result_files import write_record
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import lancebill
@@ -85,7 +86,7 @@ def main() -> None:
             "load": os.getloadavg()[0],
         }
     path = chosen.out or result_path("cpu-streams")
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, record)
     print(path)
 
 

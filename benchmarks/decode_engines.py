@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from machine import origin, package_version, result_path, whole_model_machine
+from result_files import write_record
 
 PROMPT = list(range(5, 37))
 PARTS = {  # names of operators on a CPU
@@ -180,7 +181,7 @@ def save(chosen: argparse.Namespace, rates: dict[str, list[float]], shares: dict
         "shares_of_vllm": shares,
     }
     path = chosen.out or result_path("decode-engines", chosen.device)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(path, document)
     print(json.dumps(document, indent=1))
 
 

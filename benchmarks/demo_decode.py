@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from machine import origin, result_path, whole_model_machine
+from result_files import write_record
 
 PROMPT = "What is gravity?"
 
@@ -48,7 +49,7 @@ def main() -> None:
         "turns": turns,
     }
     path = chosen.out or result_path("demo-decode")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_record(path, found)
     print(path, rates, found["ours_over_theirs"])
 
 

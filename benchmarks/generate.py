@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from machine import origin, result_path, whole_model_machine
+from result_files import write_record
 
 from lancebill.backends import oracle
 from lancebill.backends.gpu.backend import GpuBackend
@@ -227,7 +228,7 @@ def save(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "rows": rows,
     }
     path = chosen.out or result_path("generate", chosen.device)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(path, document)
     print(f"wrote {path.name}")
 
 

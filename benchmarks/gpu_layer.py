@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import time
 import traceback
 from collections.abc import Iterable
@@ -40,6 +39,7 @@ from gpu_cell import (
 )
 from gpu_launches import gemms_against_dense, launch_times
 from machine import clocks, result_path, without_local_paths
+from result_files import write_record
 
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.oracle import select
@@ -269,7 +269,7 @@ class Run:
     def write(self) -> None:
         self.record["summary"] = summarize(self.record["rows"])
         if self.arguments.out:
-            self.arguments.out.write_text(json.dumps(self.record, indent=1) + "\n")
+            write_record(self.arguments.out, self.record)
 
     def finish(self) -> None:
         self.record["clocks_after"] = clocks()

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import math
 import time
 import traceback
@@ -38,7 +37,7 @@ import torch
 from gpu_cell import AFTER_SORT, against, compile_kernels, floors, reference_rows, relative_error, start_record
 from gpu_read import MOST_READ_TOKENS, READ, LayerReader, take_read
 from machine import clocks, result_path, without_local_paths
-from result_files import geometric_mean
+from result_files import geometric_mean, write_record
 
 from lancebill.backends.oracle import select
 from lancebill.backends.registry import registry
@@ -333,10 +332,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """Replace the file at once, so that a killed run leaves a whole one."""
-        partial_file = self.arguments.out.with_suffix(".part")
-        partial_file.write_text(json.dumps(self.record, indent=1) + "\n")
-        partial_file.replace(self.arguments.out)
+        write_record(self.arguments.out, self.record)
 
     def finish(self) -> None:
         self.record["clocks_after"] = clocks()

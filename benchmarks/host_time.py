@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from machine import clocks, gpu_machine, origin, result_path
+from result_files import write_record
 from torch import Tensor, nn
 
 from lancebill.backends.oracle import select
@@ -53,7 +54,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     record = {**origin(Path(__file__).name), "machine": gpu_machine() | {"clocks": clocks()}, "rows": rows}
     path = arguments.out or result_path("host-time", "cuda")
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, record)
 
 
 def parse() -> argparse.Namespace:

@@ -56,6 +56,7 @@ from gpu_kernels import compile_first
 from hybrid_batches import RECENCY, UNIFORM
 from hybrid_experts import Experts
 from machine import gpu_machine, origin, package_version, result_path
+from result_files import write_record
 
 from lancebill.backends.cpu import native
 from lancebill.cli.env import describe
@@ -172,13 +173,6 @@ def read_rate(threads: int) -> float:
     return best
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
-    """At once, so that a run that is cut off leaves a whole file."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
 def rounded(value: Any) -> Any:
     return round(value, 3 if abs(value) < 10 else 1) if isinstance(value, float) else value
 
@@ -219,9 +213,9 @@ def main() -> None:
             say(json.dumps(row))
             record["rows"].append(row)
         record["dropped"] = [asdict(left) for left in wanted[done:]]
-        write(path, record)
+        write_record(path, record)
     machine["read_gbs"].append(rounded(read_rate(threads.count)))
-    write(path, record)
+    write_record(path, record)
     say(f"{len(record['rows'])} rows in {time.monotonic() - start:.0f} s, {len(record['dropped'])} dropped")
 
 

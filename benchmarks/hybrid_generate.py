@@ -29,6 +29,7 @@ from queue import Empty, Queue
 from typing import Any
 
 from machine import origin, result_path
+from result_files import write_record
 
 MODELS = Path(__file__).resolve().with_name("hybrid_models.py")  # what the processes run
 DECODING = "decodes"  # what a process says when it can be interrupted
@@ -41,12 +42,12 @@ def main() -> None:
     until = start + arguments.seconds - RESERVE_S
     path = arguments.out or result_path("hybrid-generate", arguments.device)
     record: dict[str, Any] = {**origin("hybrid_generate.py"), "interrupt": interrupt(arguments, until)}
-    write(path, record)
+    write_record(path, record)
     say(f"interrupt: {json.dumps(record['interrupt'])}")
     ended = _ended(_process(arguments, "measure", until, path), until)
     record = json.loads(path.read_text(encoding="utf-8"))
     record |= {"ended_with": ended, "seconds": round(time.time() - start, 1)}
-    write(path, record)
+    write_record(path, record)
     say(json.dumps(record))
 
 
@@ -114,13 +115,6 @@ def _ended(process: subprocess.Popen[str], until: float) -> int | str:
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
-def write(path: Path, record: dict[str, Any]) -> None:
-    """At once, so that a process that is killed leaves a whole file."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def parse() -> argparse.Namespace:

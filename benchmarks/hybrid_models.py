@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import transformers
 from gpu_kernels import compile_first
-from hybrid_generate import DECODING, parse, say, write
+from hybrid_generate import DECODING, parse, say
 from machine import gpu_machine
+from result_files import write_record
 
 import lancebill
 from lancebill.split import mailbox
@@ -116,7 +117,7 @@ class Measuring:
 
     def add(self, name: str, found: dict[str, Any]) -> None:
         self.record[name] = found
-        write(self.path, self.record)
+        write_record(self.path, self.record)
         say(f"{name}: {json.dumps({key: value for key, value in found.items() if key != 'rows'})}")
 
     def model(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import origin, result_path
+from result_files import write_record
 
 SPECS = ("int4-g128", "mxfp4", "mxfp4+int8")
 OURS, STOCK = "lancebill", "transformers"
@@ -168,7 +169,7 @@ def save(path: Path, rows: list[dict[str, Any]], layers: int, experts: int) -> N
         "bound_ratio": BOUND,
         "results": rows,
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_record(path, document)
     print(f"wrote {path}")
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from load_memory import Peak
 from machine import gpu_machine, origin, result_path
+from result_files import write_record
 
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import TensorSource
@@ -94,7 +95,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     path = chosen.out or result_path("pack", chosen.device)
-    path.write_text(json.dumps(document(size, chosen.device, copies, rows), indent=2) + "\n")
+    write_record(path, document(size, chosen.device, copies, rows))
     print(f"wrote {path}")
 
 

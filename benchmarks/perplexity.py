@@ -21,6 +21,7 @@ import torch
 import transformers
 from generate import prebuild
 from machine import origin, result_path, whole_model_machine
+from result_files import write_record
 
 import lancebill
 from lancebill.checkpoint.read.files import Checkpoint
@@ -174,7 +175,7 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
         "text": chosen.text.name,
         **found,
     }
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(chosen.out, document)
     print(f"{chosen.out.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
     print(f"{sum(row['within'] for row in found['rows'])} of {len(found['rows'])} rows within their bounds", flush=True)
 

@@ -54,6 +54,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def write_record(path: Path, record: object) -> None:
+    """Replace the file at once, so that a run that is killed leaves a whole one."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
 def result_files(table: str, machine: str = "*") -> list[ResultFile]:
     """Every run of a table, by machine, the oldest first."""
     return [ResultFile(path) for path in sorted((RESULTS / table).glob(f"{machine}/*.json"))]

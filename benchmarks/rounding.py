@@ -31,6 +31,7 @@ import torch.nn.functional as F
 import transformers
 from machine import origin, result_path, whole_model_machine
 from perplexity import dense_model
+from result_files import write_record
 from torch import Tensor
 
 from lancebill.demo.model import EXPERTS
@@ -82,7 +83,7 @@ def main() -> None:
     for name in chosen.specs.split(","):
         row = compare(model, experts, text, stored, parse_spec(name))
         found["rows"].append(row)
-        chosen.out.write_text(json.dumps(found, indent=1) + "\n")  # an interrupted run keeps its results
+        write_record(chosen.out, found)  # an interrupted run keeps its results
         print(json.dumps(row), flush=True)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from machine import clocks, gpu_machine, origin, result_path
+from result_files import write_record
 from torch import Tensor
 
 from lancebill.backends.oracle import select
@@ -76,7 +77,7 @@ def main() -> None:
         path = arguments.out or result_path("routing", arguments.device)
         machine = gpu_machine() | {"clocks": clocks()} if device.type == "cuda" else describe()["cpu"]
         record = {**origin("routing.py"), "machine": machine, "note": arguments.note, "rows": rows}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(path, record)
         print(f"wrote {path}")
 
 

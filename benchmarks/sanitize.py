@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import gpu_machine, origin, result_path
+from result_files import write_record
 from sanitize_cases import HOPPER, Case, compute, kernels_of, supported_cases, use_tiles_of_large_layers
 from sanitize_report import Variants, count_ordered, explain, findings
 
@@ -260,11 +261,11 @@ def main() -> None:
         if arguments.out is None:
             arguments.out = result_path("sanitize", "cuda")
         # Saved before the findings are explained, which may take long.
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(arguments.out, record)
     of_tools = {tool: [result for result in record["results"] if result["tool"] == tool] for tool in tools}
     record["verdicts"] = [report(tool, results, cases) for tool, results in of_tools.items()]
     if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(arguments.out, record)
     for verdict in record["verdicts"]:
         print(", ".join(f"{name} {value}" for name, value in verdict.items()))
     sys.exit(0 if all(verdict["verdict"] == "clean" for verdict in record["verdicts"]) else 1)

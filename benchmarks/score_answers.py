@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import command
-from result_files import RESULTS
+from result_files import RESULTS, write_record
 
 from lancebill.evaluate.questions import Question, score
 from lancebill.evaluate.run import EvalResult, Variant
@@ -40,7 +40,7 @@ def main() -> None:
     }
     path = chosen.out or RESULTS / "questions" / chosen.run.parent.name / chosen.run.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(path, document)
 
 
 def score_variants(rows: list[dict[str, str]]) -> list[dict[str, Any]]:

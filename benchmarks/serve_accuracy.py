@@ -24,6 +24,7 @@ from typing import Any
 
 import answer_likelihood
 from machine import origin, result_path, whole_model_machine
+from result_files import write_record
 
 from lancebill.cli.engines import running_server
 from lancebill.errors import LaunchError
@@ -148,7 +149,7 @@ def save(chosen: argparse.Namespace, questions: int, rows: list[dict[str, Any]])
         "solutions": chosen.likelihood,
         "variants": rows,
     }
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(chosen.out, document)
 
 
 if __name__ == "__main__":

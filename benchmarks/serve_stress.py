@@ -28,6 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from machine import origin, result_path
+from result_files import write_record
 
 TIMEOUT = 120.0
 HEADERS = {"Content-Type": "application/json"}
@@ -226,7 +227,7 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
         **found,
     }
     path = chosen.out or result_path("serve")
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(path, document)
     print(json.dumps(document, indent=1))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from machine import origin, result_path
+from result_files import write_record
 
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.cli.env import describe
@@ -62,7 +63,7 @@ def main() -> None:
         "values": values,
     }
     path = options.out or result_path("verify")
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(path, document)
     print(f"wrote {path}")
 
 

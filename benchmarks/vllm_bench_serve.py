@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from result_files import write_record
 from server_processes import Cores, processor_seconds
 from vllm_engine import BACKENDS
 from vllm_load import Case, ask, load_tokenizers, profiled, warm_up
@@ -45,7 +46,7 @@ def main() -> None:
     record = start_of_record(arguments)
 
     def write() -> None:
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(out, record)
 
     with running(arguments, root, out, record) as servers:
         write()

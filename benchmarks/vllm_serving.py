@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from machine import command, commit, gpu_machine, package_version
+from result_files import write_record
 from vllm_answers import compared
 from vllm_engine import BACKENDS, Meter, Sizes, set_environment, start
 from vllm_models import MODELS, has_equal_weights, model_folder
@@ -61,7 +62,7 @@ def main() -> None:
         found = run_engine(model, backend, root / model, arguments, log)
         record["engines"].append(found)
         record["answers_compared"] = compared(record["engines"])
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(out, record)
         say(summary(found))
 
 
