@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, F16, S8, WeightForm
+from lancebill.backends.gpu.form_constants import ELEMENT, form_constants
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
 from lancebill.backends.gpu.tiles import Tile
 from lancebill.jit.compile import KernelSource
 
 GEMM, DECODE = "lancebill.backends.ampere.kernels.gemm", "lancebill.backends.ampere.kernels.decode"
-ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv", S8: "i8"}
 
 
 def grouped_gemm(form: WeightForm, tile: Tile, out: str, kind: str, activation: str, *, bias: bool) -> KernelSource:
@@ -23,7 +23,7 @@ def grouped_gemm(form: WeightForm, tile: Tile, out: str, kind: str, activation: 
         **dict.fromkeys(("limit", "alpha", "beta"), "fp32"),
     }
     constants = {
-        **_form_constants(form), "SIZES": packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices,
+        **form_constants(form), "SIZES": packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices,
         "UNITS": tile.units, "KIND": kind, "ACTIVATION": activation, "BIAS": bias,
     }  # fmt: skip
     aligned = (*(name for name in pointers if name != "taken"), "width", "columns")
@@ -52,13 +52,9 @@ def decode_gemm(
         **dict.fromkeys(("limit", "alpha", "beta"), "fp32"),
     }
     constants = {
-        **_form_constants(form), "STAGES": tile.stages, "SLICES": tile.slices, "PIECES": pieces, "SLOTS": slots,
+        **form_constants(form), "STAGES": tile.stages, "SLICES": tile.slices, "PIECES": pieces, "SLOTS": slots,
         "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted,
     }  # fmt: skip
     aligned = (*pointers, "width", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))
     return KernelSource(DECODE, "decode_gemm", tuple(arguments.items()), tuple(constants.items()), aligned, options)
-
-
-def _form_constants(form: WeightForm) -> dict[str, str | int | bool]:
-    return {"CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero}

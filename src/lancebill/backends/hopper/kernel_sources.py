@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lancebill.backends.gpu.kernels.weight_form import BF16, BOX, E4M3, F16, S8, WeightForm
+from lancebill.backends.gpu.form_constants import ELEMENT, form_constants
+from lancebill.backends.gpu.kernels.weight_form import BOX, E4M3, WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
 from lancebill.backends.gpu.tiles import Tile
 from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
 FEW_ROWS = "lancebill.backends.hopper.kernels.few_rows"
-ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv", S8: "i8"}
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 
 
@@ -30,7 +30,7 @@ def grouped_gemm(
         *((name, "fp32") for name in ("limit", "alpha", "beta")),
     ]  # fmt: skip
     constants = {
-        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        **form_constants(form),
         "SIZES": packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units,
         "TOGETHER": tile.together, "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend,
         "PREFETCH": prefetch, "PROMOTE": promote,
@@ -68,7 +68,7 @@ def decode_gemm(
         *((name, "fp32") for name in ("limit", "alpha", "beta")),
     ]
     constants = {
-        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        **form_constants(form),
         "STAGES": tile.stages, "SLICES": tile.slices, "ROW_SLICES": tile.row_slices, "PIECES": pieces, "SLOTS": slots,
         "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
         "PREFETCH": prefetch, "PROMOTE": promote,
@@ -90,7 +90,7 @@ def few_rows_gemm(
         *((name, "i32") for name in ("rows", "units", "slices", "scale_blocks", "columns", "each")),
     ]
     constants = {
-        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        **form_constants(form),
         "STAGES": tile.stages, "SLICES": tile.slices, "PIECES": pieces, "BIAS": bias, "DEPEND": depend,
         "PROMOTE": promote,
     }  # fmt: skip
