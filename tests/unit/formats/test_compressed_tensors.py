@@ -12,6 +12,7 @@ from compressed_tensors.compressors.mxfp6.helpers import pack_fp6_to_uint8
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from ct_configs import EXPERT, K, N, ct_config, with_args
 from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode
@@ -41,24 +42,8 @@ from lancebill.numbers.spec import (
 from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.testing.weights import random_weight
 
-N, K = 32, 64
-EXPERT = "model.layers.0.mlp.experts.3.gate_proj"
 FP4_BYTES = torch.tensor([[0x21, 0x7F, 0x08, 0xC3]], dtype=torch.uint8)
 FP4_VALUES = [0.1875, 0.375, -2.25, 2.25, -0.0, 0.0, 0.5625, -0.75]
-
-
-def _config(fmt: str | None, spec: QuantSpec, inputs: Mapping[str, Any] | None = None, **top: Any) -> Config:
-    quant = {**write_config(fmt or PACK, spec, inputs), "format": fmt}
-    quant["config_groups"]["group_0"]["format"] = None
-    quant |= top
-    return Config(quant=quant, method="compressed-tensors")
-
-
-def _with_args(config: Config, side: str = "weights", **args: Any) -> Config:
-    quant = {**config.quant, "config_groups": {"group_0": dict(config.quant["config_groups"]["group_0"])}}
-    section = quant["config_groups"]["group_0"]
-    section[side] = {**(section[side] or {}), **args}
-    return Config(quant=quant, method=config.method)
 
 
 def _module(stored: Mapping[str, Tensor], scheme: Scheme, name: str = EXPERT) -> Module:
@@ -233,7 +218,7 @@ def test_float_bytes_equal_the_library(dtype: Any, pack: Any) -> None:
 def test_integers_in_bytes(fmt: str, bits: int, block: tuple[int, int], zero_point: bool) -> None:
     """Both format names use the same offset."""
     spec = int_spec(bits, block, zero_point=zero_point, scale=F32)
-    config = _config(fmt, spec)
+    config = ct_config(fmt, spec)
     scheme = FORMAT.scheme(config, Module(EXPERT, {".weight_scale": Stored("F32", (1,))}))
     weight = _weight(scheme)
     stored = scheme.encode(weight)
@@ -280,7 +265,7 @@ def test_old_padded_words(bits: int, block: tuple[int, int], stacked: bool) -> N
     headers = _module(stored, ct.packed_ints(spec, ())).stored
     if stacked:
         headers = {suffix: Stored(s.dtype, (8, *s.shape)) for suffix, s in headers.items()}
-    scheme = FORMAT.scheme(_config(PACK, spec), Module(EXPERT, headers))
+    scheme = FORMAT.scheme(ct_config(PACK, spec), Module(EXPERT, headers))
     assert isinstance(scheme, ct.PackedInts)
     assert scheme.words == (ct.PADDED if block != CHANNEL else ct.UNKNOWN)
     assert scheme.decode(stored, N, K).equals(weight)
@@ -289,11 +274,11 @@ def test_old_padded_words(bits: int, block: tuple[int, int], stacked: bool) -> N
     dense = ct.packed_ints(spec, ()).encode(weight)
     assert dense["codes"].shape[1] < stored["codes"].shape[1]
     dense_headers = _module(dense, ct.packed_ints(spec, ())).stored
-    assert FORMAT.scheme(_config(PACK, spec), Module(EXPERT, dense_headers)).decode(dense, N, K).equals(weight)
+    assert FORMAT.scheme(ct_config(PACK, spec), Module(EXPERT, dense_headers)).decode(dense, N, K).equals(weight)
 
 
 def test_patterns_match_the_names_in_the_checkpoint() -> None:
-    config = _config(PACK, int_spec(4, group(32)))
+    config = ct_config(PACK, int_spec(4, group(32)))
     config.quant["config_groups"]["group_0"]["targets"] = [r"re:.*block_sparse_moe\.experts\.\d+\.w[123]$"]
     for name, quantised in (("w1", True), ("w2", True), ("w3", True), ("gate_proj", False)):
         module = Module(f"model.layers.0.block_sparse_moe.experts.7.{name}", {})
@@ -303,7 +288,7 @@ def test_patterns_match_the_names_in_the_checkpoint() -> None:
 @pytest.mark.parametrize("order", ["weight", "static", None, False])
 def test_columns_in_natural_order_need_no_g_idx(order: Any) -> None:
     spec = int_spec(4, group(16))
-    config = _with_args(_config(PACK, spec), actorder=order)
+    config = with_args(ct_config(PACK, spec), actorder=order)
     scheme = FORMAT.scheme(config, Module(EXPERT, {}))
     weight = _weight(scheme)
     stored = scheme.encode(weight)
@@ -320,7 +305,7 @@ def test_columns_in_natural_order_need_no_g_idx(order: Any) -> None:
 @pytest.mark.parametrize("order", ["group", "dynamic", True])
 def test_columns_grouped_by_g_idx(order: Any) -> None:
     spec = int_spec(4, group(16), zero_point=True, scale=F32)
-    config = _with_args(_config(PACK, spec), actorder=order)
+    config = with_args(ct_config(PACK, spec), actorder=order)
     scheme = FORMAT.scheme(config, Module(EXPERT, {".weight_scale": Stored("F32", (N, 4))}))
     assert scheme.act_order and scheme.units is None
     generator = torch.Generator().manual_seed(0)

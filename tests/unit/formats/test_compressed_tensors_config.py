@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+from ct_configs import EXPERT, K, N, ct_config, with_args
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import _ct_schemes as ct
@@ -33,26 +34,9 @@ from lancebill.numbers.spec import (
 )
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 
-N, K = 32, 64
-EXPERT = "model.layers.0.mlp.experts.3.gate_proj"
-
-
-def _config(fmt: str | None, spec: QuantSpec, inputs: Mapping[str, Any] | None = None, **top: Any) -> Config:
-    quant = {**write_config(fmt or PACK, spec, inputs), "format": fmt}
-    quant["config_groups"]["group_0"]["format"] = None
-    quant |= top
-    return Config(quant=quant, method="compressed-tensors")
-
-
-def _with_args(config: Config, side: str = "weights", **args: Any) -> Config:
-    quant = {**config.quant, "config_groups": {"group_0": dict(config.quant["config_groups"]["group_0"])}}
-    section = quant["config_groups"]["group_0"]
-    section[side] = {**(section[side] or {}), **args}
-    return Config(quant=quant, method=config.method)
-
 
 def test_activations_of_modules_that_are_stored_plain() -> None:
-    config = _config(FLOAT, parse_spec("fp8-channel:bf16"), {"num_bits": 8, "type": "float", "dynamic": True})
+    config = ct_config(FLOAT, parse_spec("fp8-channel:bf16"), {"num_bits": 8, "type": "float", "dynamic": True})
     assert FORMAT.activations(config, Module(EXPERT, {".weight": Stored("BF16", (N, K))})) is None
     quantised = {".weight": Stored("F8_E4M3", (N, K)), ".weight_scale": Stored("BF16", (N, 1))}
     assert FORMAT.activations(config, Module(EXPERT, quantised)) is not None
@@ -60,7 +44,7 @@ def test_activations_of_modules_that_are_stored_plain() -> None:
 
 def test_auto_rounds_fp4_has_inputs_like_its_weights() -> None:
     spec = FIXED[ONE_LEVEL][0]
-    config = _config(ONE_LEVEL, spec, {"num_bits": 4, "type": "float", "dynamic": True})
+    config = ct_config(ONE_LEVEL, spec, {"num_bits": 4, "type": "float", "dynamic": True})
     found = FORMAT.activations(config, Module(EXPERT, {}))
     assert found is not None and found.spec == spec and not found.static
 
@@ -123,7 +107,7 @@ def test_the_most_specific_target_wins() -> None:
 
 def test_fused_projections_use_the_group_of_their_halves() -> None:
     def scheme(targets: list[str], ignore: tuple[str, ...] = ()) -> Scheme:
-        config = _config(PACK, int_spec(4, group(32)))
+        config = ct_config(PACK, int_spec(4, group(32)))
         config.quant["config_groups"]["group_0"]["targets"] = targets
         config.quant["ignore"].extend(ignore)
         return FORMAT.scheme(config, Module("model.layers.0.mlp.experts.0.gate_up_proj", {}))
@@ -149,13 +133,13 @@ def test_fused_projections_use_the_group_of_their_halves() -> None:
 )
 def test_an_omitted_format_follows_from_the_arguments(spec: QuantSpec, stored: Any, want: type) -> None:
     module = Module(EXPERT, {suffix: Stored(dtype, (N, K)) for suffix, dtype in stored.items()})
-    scheme = FORMAT.scheme(_config(None, spec), module)
+    scheme = FORMAT.scheme(ct_config(None, spec), module)
     assert type(scheme) is want and scheme.spec == spec
 
 
 def test_integers_without_format_or_tensors_are_ambiguous() -> None:
     with pytest.raises(UnsupportedFormat, match="name a format"):
-        FORMAT.scheme(_config(None, int_spec(4, group(32))), Module(EXPERT, {}))
+        FORMAT.scheme(ct_config(None, int_spec(4, group(32))), Module(EXPERT, {}))
 
 
 def test_static_activations_need_their_scales() -> None:
@@ -171,27 +155,27 @@ def test_static_activations_need_their_scales() -> None:
         ("nvfp4-pack-quantized", NVFP4_DIV, local, {"input_global_scale"}),
     ]
     for fmt, weights, inputs, needed in cases:
-        scheme = FORMAT.scheme(_config(fmt, weights, inputs), Module(EXPERT, {}))
+        scheme = FORMAT.scheme(ct_config(fmt, weights, inputs), Module(EXPERT, {}))
         roles = {p.role: p.optional for p in scheme.parts if p.role.startswith("input_")}
         assert {role for role, optional in roles.items() if not optional} == needed
         assert len(roles) == 3
 
 
-INT4 = _config(PACK, int_spec(4, group(32)))
+INT4 = ct_config(PACK, int_spec(4, group(32)))
 ON_INPUTS = {"targets": ["Linear"], "location": "input"}
 
 
 def _transformed(*groups: Mapping[str, Any]) -> Config:
-    return _config(PACK, int_spec(4, group(32)), transform_config={"config_groups": dict(zip("uv", groups))})
+    return ct_config(PACK, int_spec(4, group(32)), transform_config={"config_groups": dict(zip("uv", groups))})
 
 
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (_config("dense", int_spec(4, group(32))), "format"),
-        (_config("marlin-24", int_spec(4, group(32))), "format"),
-        (_config("sparse-24-bitmask", int_spec(4, group(32))), "format"),
-        (_config(PACK, int_spec(4, group(32)), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (ct_config("dense", int_spec(4, group(32))), "format"),
+        (ct_config("marlin-24", int_spec(4, group(32))), "format"),
+        (ct_config("sparse-24-bitmask", int_spec(4, group(32))), "format"),
+        (ct_config(PACK, int_spec(4, group(32)), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (_transformed({"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "output"}]}), "location"),
         (_transformed({"type": "random-hadamard", "apply": [ON_INPUTS]}), "type"),
         (_transformed({"type": "hadamard", "randomize": True, "apply": [ON_INPUTS]}), "randomize"),
@@ -203,29 +187,29 @@ def _transformed(*groups: Mapping[str, Any]) -> Config:
             ),
             "more than one rotation",
         ),
-        (_config(PACK, int_spec(4, group(32)), moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
-        (_config(PACK, int_spec(4, group(32)), config_groups=None), "config_groups"),
-        (_config(PACK, int_spec(4, group(32)), config_groups={"W4A16": ["Linear"]}), "W4A16"),
-        (_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "not a supported regular expression"),
-        (_config(PACK, int_spec(4, group(32)), ignore=[1]), "ignore"),
-        (_config("nvfp4-pack-quantized", MXFP4), "nvfp4"),
-        (_config(FLOAT, int_spec(8, CHANNEL)), "weights.type"),
-        (_config(INT, FP8_CHANNEL), "weights.type"),
-        (_config(PACK, int_spec(4, TENSOR, zero_point=True)), "weights.strategy"),
-        (_with_args(INT4, num_bits=9), "num_bits"),
-        (_with_args(INT4, num_bits=1), "num_bits"),
-        (_with_args(INT4, num_bits=True), "num_bits"),
-        (_with_args(INT4, strategy="attn_head"), "strategy"),
-        (_with_args(INT4, strategy="token"), "strategy"),
-        (_with_args(INT4, group_size=0), "group_size"),
-        (_with_args(INT4, group_size="32"), "group_size"),
-        (_with_args(INT4, dynamic=True), "dynamic"),
-        (_with_args(INT4, actorder="sideways"), "actorder"),
-        (_with_args(INT4, rotation="hadamard"), "rotation"),
-        (_with_args(INT4, strategy="block", block_structure=[128]), "block_structure"),
-        (_with_args(_config(FLOAT, FP8_CHANNEL), symmetric=False), "symmetric"),
-        (_with_args(_config(FLOAT, FP8_CHANNEL), num_bits=4), "num_bits"),
-        (_with_args(INT4, "output_activations", num_bits=8), "output_activations"),
+        (ct_config(PACK, int_spec(4, group(32)), moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
+        (ct_config(PACK, int_spec(4, group(32)), config_groups=None), "config_groups"),
+        (ct_config(PACK, int_spec(4, group(32)), config_groups={"W4A16": ["Linear"]}), "W4A16"),
+        (ct_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "not a supported regular expression"),
+        (ct_config(PACK, int_spec(4, group(32)), ignore=[1]), "ignore"),
+        (ct_config("nvfp4-pack-quantized", MXFP4), "nvfp4"),
+        (ct_config(FLOAT, int_spec(8, CHANNEL)), "weights.type"),
+        (ct_config(INT, FP8_CHANNEL), "weights.type"),
+        (ct_config(PACK, int_spec(4, TENSOR, zero_point=True)), "weights.strategy"),
+        (with_args(INT4, num_bits=9), "num_bits"),
+        (with_args(INT4, num_bits=1), "num_bits"),
+        (with_args(INT4, num_bits=True), "num_bits"),
+        (with_args(INT4, strategy="attn_head"), "strategy"),
+        (with_args(INT4, strategy="token"), "strategy"),
+        (with_args(INT4, group_size=0), "group_size"),
+        (with_args(INT4, group_size="32"), "group_size"),
+        (with_args(INT4, dynamic=True), "dynamic"),
+        (with_args(INT4, actorder="sideways"), "actorder"),
+        (with_args(INT4, rotation="hadamard"), "rotation"),
+        (with_args(INT4, strategy="block", block_structure=[128]), "block_structure"),
+        (with_args(ct_config(FLOAT, FP8_CHANNEL), symmetric=False), "symmetric"),
+        (with_args(ct_config(FLOAT, FP8_CHANNEL), num_bits=4), "num_bits"),
+        (with_args(INT4, "output_activations", num_bits=8), "output_activations"),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(config: Config, match: str) -> None:
@@ -234,16 +218,16 @@ def test_unsupported_configs_are_refused_by_name(config: Config, match: str) -> 
 
 
 def test_settings_that_do_not_affect_the_numbers_are_accepted() -> None:
-    config = _config(
+    config = ct_config(
         PACK,
         int_spec(4, group(32)),
         sparsity_config={"format": "dense", "sparsity_structure": "2:4"},
         kv_cache_scheme={"num_bits": 8, "type": "float"},
         transform_config={"config_groups": {}},
     )
-    assert FORMAT.scheme(_with_args(config, observer="mse"), Module(EXPERT, {})).spec == int_spec(4, group(32))
+    assert FORMAT.scheme(with_args(config, observer="mse"), Module(EXPERT, {})).spec == int_spec(4, group(32))
     assert FORMAT.unknown_keys(config) == []
-    old_block = _with_args(_config(FLOAT, FP8_BLOCK), block_structure="128x128")
+    old_block = with_args(ct_config(FLOAT, FP8_BLOCK), block_structure="128x128")
     assert FORMAT.scheme(old_block, Module(EXPERT, {".weight_scale": Stored("F32", (1, 1))})).spec == FP8_BLOCK
 
 
