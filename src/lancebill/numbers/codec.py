@@ -56,18 +56,41 @@ def rows_reader(weight: LogicalWeight) -> Rows:
 def _dequantize_rows(weight: LogicalWeight, low: int, high: int) -> Tensor:
     spec = weight.spec
     value = spec.dtype.decode(weight.codes[low:high])
-    if spec.zero is not None and weight.zero is not None:
-        zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
-        apply_per_block(torch.sub, value, zero, spec.zero.block[1], out=value)
+    if (zeros := _zeros(weight, low, high)) is not None:
+        apply_per_block(torch.sub, value, *zeros, out=value)
     for scale, codes in zip(spec.scales, weight.scales):
         factor = scale.dtype.decode(rows_of(codes, scale.block[0], low, high))
         apply_per_block(torch.div if scale.op == DIV else torch.mul, value, factor, scale.block[1], out=value)
-    if spec.minimum:
-        apply_per_block(torch.sub, value, *_product(spec.minimum, weight.minimum, low, high, weight.k), out=value)
+    if (minimum := _minimum(weight, low, high)) is not None:
+        apply_per_block(torch.sub, value, *minimum, out=value)
     return value
 
 
-def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high: int, k: int) -> tuple[Tensor, int]:
+# Numbers of rows [low, high), one for each block, and the columns of a block.
+PerBlock = tuple[Tensor, int]
+
+
+def _zeros(weight: LogicalWeight, low: int, high: int) -> PerBlock | None:
+    level = weight.spec.zero
+    if level is None or weight.zero is None:
+        return None
+    return level.dtype.decode(rows_of(weight.zero, level.block[0], low, high)), level.block[1]
+
+
+def _minimum(weight: LogicalWeight, low: int, high: int) -> PerBlock | None:
+    levels = weight.spec.minimum
+    return _product(levels, weight.minimum, low, high, weight.k) if levels else None
+
+
+def _step(weight: LogicalWeight, low: int, high: int) -> PerBlock | None:
+    """All scales together; infinite instead of zero, so that dividing by it gives zero."""
+    if not weight.spec.scales:
+        return None
+    step, side = _product(weight.spec.scales, weight.scales, low, high, weight.k)
+    return step.masked_fill(step == 0, math.inf), side
+
+
+def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high: int, k: int) -> PerBlock:
     """The product of `levels` for rows [low, high), left to right, and the block width of the result."""
     side = finest(level.block for level in levels)[1]
     total = torch.ones(1, 1, device=tensors[0].device if tensors else None)
@@ -161,17 +184,12 @@ def _rotated(rows: Rows, spec: QuantSpec) -> Rows:
 
 
 def _round_natively(values: Tensor, weight: LogicalWeight, low: int, high: int) -> RoundingStruct | None:
-    """Rows [low, high) of the codes, by the C++ path of the three steps that follow it; None if it does not apply."""
-    spec, k = weight.spec, weight.k
-    step, zero, minimum = None, None, None
-    if spec.scales:
-        product, side = _product(spec.scales, weight.scales, low, high, k)
-        step = BlockNumbers(product.masked_fill(product == 0, math.inf), side)
-    if spec.zero is not None and weight.zero is not None:
-        decoded = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
-        zero = BlockNumbers(decoded, spec.zero.block[1])
-    if spec.minimum:
-        minimum = BlockNumbers(*_product(spec.minimum, weight.minimum, low, high, k))
+    """Write rows [low, high) of the codes in C++ and measure the loss; None where `round_rows` does not apply."""
+    spec = weight.spec
+    step, zero, minimum = (
+        None if found is None else BlockNumbers(*found)
+        for found in (_step(weight, low, high), _zeros(weight, low, high), _minimum(weight, low, high))
+    )
     scales = [
         BlockNumbers(level.dtype.decode(rows_of(codes, level.block[0], low, high)), level.block[1], level.op == DIV)
         for level, codes in zip(spec.scales, weight.scales)
@@ -182,15 +200,12 @@ def _round_natively(values: Tensor, weight: LogicalWeight, low: int, high: int) 
 
 def _position(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Tensor:
     """Rows [low, high) of `values` in units of the code table, before rounding: the inverse of the formula."""
-    spec, k = weight.spec, weight.k
-    if spec.minimum:
-        values = apply_per_block(torch.add, values, *_product(spec.minimum, weight.minimum, low, high, k))
-    if spec.scales:
-        step, side = _product(spec.scales, weight.scales, low, high, k)
-        values = apply_per_block(torch.div, values, step.masked_fill(step == 0, math.inf), side)
-    if spec.zero is not None and weight.zero is not None:
-        zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
-        values = apply_per_block(torch.add, values, zero, spec.zero.block[1])
+    if (minimum := _minimum(weight, low, high)) is not None:
+        values = apply_per_block(torch.add, values, *minimum)
+    if (step := _step(weight, low, high)) is not None:
+        values = apply_per_block(torch.div, values, *step)
+    if (zeros := _zeros(weight, low, high)) is not None:
+        values = apply_per_block(torch.add, values, *zeros)
     return values
 
 
