@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.plain_rows import expert_inputs, run_indexed
 from lancebill.moe.device import Device
-from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
+from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Problem
-from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize
-from lancebill.numbers.rotation import rotate
 from lancebill.numbers.spec import ActivationSpec
 
 _LAYOUT = PlainLayout()
@@ -53,41 +53,23 @@ class Reference(Backend):
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
         problem = plan.problem
+        run_groups = partial(_run_groups, problem, weights)
         if isinstance(dispatch, Indexed):
-            return self._run_indexed(problem, x, dispatch, weights, out)
+            return run_indexed(problem, x, dispatch, out, run_groups)
         if isinstance(dispatch, Contiguous):
-            return self._run_groups(problem, x, dispatch.offsets, weights, out)
-        return self._run_batched(problem, x, dispatch, weights, out)
-
-    def _run_indexed(
-        self, problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor
-    ) -> Tensor:
-        groups = group_slots(dispatch.ids, problem.experts)
-        rows = x[groups.rows(problem.top_k)].float()
-        if problem.weight_on_input:
-            rows = rows * dispatch.weights.reshape(-1)[groups.slots].unsqueeze(-1)
-            dispatch = Indexed(dispatch.ids, torch.ones_like(dispatch.weights))
-        results = torch.empty(rows.shape[0], out.shape[1], dtype=torch.float32, device=x.device)
-        self._run_groups(problem, rows, groups.offsets, weights, results)
-        return combine(results, groups, dispatch, out)
-
-    def _run_batched(
-        self, problem: Problem, x: Tensor, dispatch: Batched, weights: Mapping[str, Packed], out: Tensor
-    ) -> Tensor:
+            run_groups(x, dispatch.offsets.tolist(), out)
+            return out
         for expert, count in enumerate(dispatch.counts.tolist()):
             if count:
                 out[expert, :count] = run_expert(problem, x[expert, :count], weights, expert)
         return out
 
-    def _run_groups(
-        self, problem: Problem, rows: Tensor, offsets: Tensor, weights: Mapping[str, Packed], out: Tensor
-    ) -> Tensor:
-        edges = offsets.tolist()
-        for expert in range(problem.experts):
-            low, high = edges[expert], edges[expert + 1]
-            if high > low:
-                out[low:high] = run_expert(problem, rows[low:high], weights, expert)
-        return out
+
+def _run_groups(problem: Problem, weights: Mapping[str, Packed], rows: Tensor, edges: list[int], out: Tensor) -> None:
+    for expert in range(problem.experts):
+        low, high = edges[expert], edges[expert + 1]
+        if high > low:
+            out[low:high] = run_expert(problem, rows[low:high], weights, expert)
 
 
 def run_expert(problem: Problem, rows: Tensor, weights: Mapping[str, Packed], expert: int) -> Tensor:
@@ -122,12 +104,7 @@ def gemm(
 ) -> Tensor:
     """rows @ W.T + bias in fp32, with the input rotated as the spec says and quantised as `activations` says."""
     weight = _LAYOUT.unpack(shape, {name: t[expert] for name, t in packed.items()})
-    rows = rows.float()
-    if "pre_scale" in packed:
-        rows = rows * packed["pre_scale"][expert].view(torch.float32)
-    rows = rotate(rows, shape.spec.rotation)
-    static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
-    rows = round_activations(rows, activations, static)
+    rows = expert_inputs(rows, shape, activations, packed, expert)
     matrix = dequantize(replace(weight, spec=shape.spec.unrotated)).t()
     result = apply(lambda row: row @ matrix, rows)
     return result if weight.bias is None else result + weight.bias

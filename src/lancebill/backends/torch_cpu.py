@@ -8,19 +8,19 @@ activated experts are dequantised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.plain_rows import expert_inputs, run_indexed
 from lancebill.moe.device import Device
-from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
+from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Problem
-from lancebill.numbers.activations import round_activations
 from lancebill.numbers.dtypes import DType
-from lancebill.numbers.rotation import rotate
 from lancebill.numbers.spec import ALL, DIV, Level, blocks_along
 
 _LAYOUT = PlainLayout()
@@ -55,14 +55,20 @@ class TorchCpu(Backend):
         return Plan(problem, tokens, estimate, 4 * _AT_ONCE, notes)
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-        problem = plan.problem
+        run_groups = partial(_run_groups, plan.problem, weights)
         if isinstance(dispatch, Indexed):
-            return _run_indexed(problem, x, dispatch, weights, out)
+            return run_indexed(plan.problem, x, dispatch, out, run_groups)
         if isinstance(dispatch, Contiguous):
-            edges = dispatch.offsets.tolist()
-            _run_groups(problem, x, edges, weights, out)
+            run_groups(x, dispatch.offsets.tolist(), out)
             return out
-        return _run_batched(problem, x, dispatch, weights, out)
+        counts = dispatch.counts.tolist()
+        edges = [0, *accumulate(counts)]
+        rows = torch.cat([x[expert, :count] for expert, count in enumerate(counts)])
+        results = torch.empty(edges[-1], out.shape[-1])
+        run_groups(rows, edges, results)
+        for expert, count in enumerate(counts):
+            out[expert, :count] = results[edges[expert] : edges[expert + 1]]
+        return out
 
 
 def _check_matrix(matrix: str, shape: MatrixShape) -> Iterator[Reason]:
@@ -78,104 +84,48 @@ def _check_matrix(matrix: str, shape: MatrixShape) -> Iterator[Reason]:
             yield Reason("size", f"{matrix}: the row length {shape.k} is not a multiple of the block {level.block[1]}")
 
 
-def _run_indexed(problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-    groups = group_slots(dispatch.ids, problem.experts)
-    rows = x[groups.rows(problem.top_k)].float()
-    if problem.weight_on_input:
-        rows = rows * dispatch.weights.reshape(-1)[groups.slots].unsqueeze(-1)
-        dispatch = Indexed(dispatch.ids, torch.ones_like(dispatch.weights))
-    results = torch.empty(rows.shape[0], out.shape[1])
-    _run_groups(problem, rows, groups.offsets.tolist(), weights, results)
-    return combine(results, groups, dispatch, out)
-
-
-def _run_batched(problem: Problem, x: Tensor, dispatch: Batched, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-    counts = dispatch.counts.tolist()
-    edges = [0]
-    for count in counts:
-        edges.append(edges[-1] + count)
-    rows = torch.cat([x[expert, :count] for expert, count in enumerate(counts)])
-    results = torch.empty(edges[-1], out.shape[-1])
-    _run_groups(problem, rows, edges, weights, results)
-    for expert, count in enumerate(counts):
-        out[expert, :count] = results[edges[expert] : edges[expert + 1]]
-    return out
-
-
-def _run_groups(problem: Problem, rows: Tensor, edges: list[int], weights: Mapping[str, Packed], out: Tensor) -> None:
+def _run_groups(problem: Problem, weights: Mapping[str, Packed], rows: Tensor, edges: list[int], out: Tensor) -> None:
     """w2 @ q(act(w13 @ q(x) + b13)) for every expert that has rows."""
-    active = [e for e in range(problem.experts) if edges[e + 1] > edges[e]]
-    if not active:
+    if edges[-1] == edges[0]:
         return
     projected = torch.empty(rows.shape[0], problem.w13.n)
-    _gemm(problem, W13, weights, rows, edges, active, projected)
+    _gemm(problem, W13, weights[W13], rows, edges, projected)
     if problem.w2 is None:
         out.copy_(projected)
         return
-    hidden = problem.activation(projected)
     last = out if out.dtype == torch.float32 else torch.empty(out.shape)
-    _gemm(problem, W2, weights, hidden, edges, active, last)
+    _gemm(problem, W2, weights[W2], problem.activation(projected), edges, last)
     if last is not out:
         out.copy_(last)
 
 
-def _gemm(
-    problem: Problem,
-    matrix: str,
-    weights: Mapping[str, Packed],
-    rows: Tensor,
-    edges: list[int],
-    active: list[int],
-    out: Tensor,
-) -> None:
-    """rows @ W.T + bias for the rows of each active expert. Dequantises a few experts at a time."""
-    shape, packed = problem.matrices[matrix], weights[matrix]
-    spec = problem.inputs_of(matrix)
-    if not _has_own_inputs(packed):
-        rows = round_activations(
-            rotate(rows.float(), shape.spec.rotation), spec
-        )  # the same for all experts: all rows at once
+def _gemm(problem: Problem, matrix: str, packed: Packed, rows: Tensor, edges: list[int], out: Tensor) -> None:
+    """rows @ W.T + bias for the rows of each expert. Dequantises a few experts at a time."""
+    shape, inputs = problem.matrices[matrix], problem.inputs_of(matrix)
+    differ = any(name in packed for name in ("pre_scale", "input_scale", "perm"))  # the inputs of different experts
+    if not differ:
+        rows = expert_inputs(rows, shape, inputs, packed, 0)
+    active = [expert for expert in range(problem.experts) if edges[expert + 1] > edges[expert]]
     step = max(1, _AT_ONCE // (shape.n * shape.k))
-    for first in range(0, len(active), step):
-        experts = active[first : first + step]
-        dequantised = _dequantise(shape, packed, experts)
-        counts = {edges[expert + 1] - edges[expert] for expert in experts}
-        if len(counts) == 1 and not _has_own_inputs(
-            packed
-        ):  # the same number of rows for each expert: one batched GEMM
-            low, high = edges[experts[0]], edges[experts[-1] + 1]
-            inputs, results = (
-                rows[low:high].view(len(experts), -1, shape.k),
-                out[low:high].view(len(experts), -1, shape.n),
-            )
-            torch.bmm(inputs, dequantised.transpose(1, 2), out=results)
-            if "bias" in packed:
-                results += _select_experts(packed["bias"], experts).view(torch.float32).unsqueeze(1)
+    for experts in (active[first : first + step] for first in range(0, len(active), step)):
+        matrices = _dequantise(shape, packed, experts)
+        bias = _select_experts(packed["bias"], experts).view(torch.float32) if "bias" in packed else None
+        spans = [slice(edges[expert], edges[expert + 1]) for expert in experts]
+        if not differ and len({span.stop - span.start for span in spans}) == 1:  # of the same size: one batched GEMM
+            span = slice(spans[0].start, spans[-1].stop)
+            results = out[span].view(len(experts), -1, shape.n)
+            torch.bmm(rows[span].view(len(experts), -1, shape.k), matrices.transpose(1, 2), out=results)
+            if bias is not None:
+                results += bias.unsqueeze(1)
             continue
-        for expert, expert_matrix in zip(experts, dequantised):
-            low, high = edges[expert], edges[expert + 1]
-            inputs = _own_inputs(rows[low:high], packed, expert, problem, matrix)
-            torch.mm(inputs, expert_matrix.t(), out=out[low:high])
-            if "bias" in packed:
-                out[low:high] += packed["bias"][expert].view(torch.float32)
-
-
-def _has_own_inputs(packed: Packed) -> bool:
-    """Whether the experts have different input scales or column orders."""
-    return any(name in packed for name in ("pre_scale", "input_scale", "perm"))
-
-
-def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, matrix: str) -> Tensor:
-    """The input rows with the expert's own scales and column order applied."""
-    if not _has_own_inputs(packed):
-        return rows
-    rows = rows.float()
-    if "pre_scale" in packed:
-        rows = rows * packed["pre_scale"][expert].view(torch.float32)
-    rows = rotate(rows, problem.matrices[matrix].spec.rotation)
-    static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
-    rows = round_activations(rows, problem.inputs_of(matrix), static)
-    return rows.index_select(1, packed["perm"][expert]) if "perm" in packed else rows
+        for i, (expert, span) in enumerate(zip(experts, spans)):
+            own = rows[span]
+            if differ:
+                own = expert_inputs(own, shape, inputs, packed, expert)
+                own = own.index_select(1, packed["perm"][expert]) if "perm" in packed else own
+            torch.mm(own, matrices[i].t(), out=out[span])
+            if bias is not None:
+                out[span] += bias[i]
 
 
 def _dequantise(shape: MatrixShape, packed: Packed, experts: list[int]) -> Tensor:
@@ -187,11 +137,8 @@ def _dequantise(shape: MatrixShape, packed: Packed, experts: list[int]) -> Tenso
     values = _decode_bytes(spec.dtype, codes).view(len(experts), n, k)
     if spec.zero is not None:
         stored = _select_experts(packed["zero"], experts)
-        zero = (
-            stored.float()
-            if stored.dtype == torch.uint8
-            else spec.zero.dtype.decode(stored.view(spec.zero.dtype.storage))
-        )
+        plain = stored.dtype == torch.uint8
+        zero = stored.float() if plain else spec.zero.dtype.decode(stored.view(spec.zero.dtype.storage))
         _apply_level(torch.sub, values, zero, spec.zero)
     factor: Tensor | None = None
     for i, level in enumerate(spec.scales):
