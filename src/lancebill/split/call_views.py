@@ -8,18 +8,16 @@ call waits for nothing.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from lancebill.jit import driver
 from lancebill.split.call_kernels import PTX, THREADS
 from lancebill.split.gpu_queues import MailboxQueue, pinned
+from lancebill.split.launch_ptx import launch_ptx
 from lancebill.split.quiet_stream import done_at_once
 
 _LINE = 8  # words of a cache line: what different streams write is in different lines
@@ -124,11 +122,9 @@ class StreamView(CallView):
         self._launch("end", self.words, self.count)
 
     def _launch(self, kernel: str, *values: int | Tensor) -> None:
-        driver.use_context(self.device)
         stream = torch.cuda.current_stream(self.live.device).cuda_stream
         numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        given = [(f"argument{i}", struct.pack("Q", number)) for i, number in enumerate(numbers)]
-        driver.Launch(_function(kernel, self.device), THREADS, 0, stream, given, False, {})(stream)
+        launch_ptx(PTX, kernel, THREADS, self.device, stream, *numbers)
 
 
 class CallViews:
@@ -151,9 +147,3 @@ class CallViews:
     def under_way(self) -> list[tuple[CallView, int]]:
         """The calls that have begun and not ended: their view, and their number in it."""
         return [(view, begun) for view in list(self.held.values()) if (begun := view.begun) > view.ended]
-
-
-@cache
-def _function(kernel: str, device: int) -> int:
-    with driver.uncaptured():
-        return driver.load_function(PTX.encode() + b"\0", kernel, 0)

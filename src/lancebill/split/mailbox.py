@@ -6,16 +6,14 @@ The memory is never given back, because a thread of the library reads it; mailbo
 from __future__ import annotations
 
 import atexit
-import struct
 import weakref
 from collections.abc import Callable, Hashable
-from functools import cache
 
 from torch import Tensor
 
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.errors import LaunchError
-from lancebill.jit import driver
+from lancebill.split.launch_ptx import launch_ptx
 from lancebill.split.mailbox_kernels import PTX
 
 LIMIT_S = 60.0  # that the GPU waits for the CPU's part, before its result is NaN
@@ -37,11 +35,12 @@ class Mailbox:
 
     def ring(self, device: int, stream: int, call: int) -> None:
         """Queue: ask for this call."""
-        _launch("ring", device, stream, self.address, call)
+        launch_ptx(PTX, "ring", _THREADS, device, stream, self.address, call)
 
     def wait(self, device: int, stream: int, sums: Tensor) -> None:
         """Queue: wait until the call was made. If that takes too long, fill its sums with NaN."""
-        _launch("wait", device, stream, self.address, sums.data_ptr(), sums.numel(), int(LIMIT_S * 1e9))
+        given = self.address, sums.data_ptr(), sums.numel(), int(LIMIT_S * 1e9)
+        launch_ptx(PTX, "wait", _THREADS, device, stream, *given)
 
     def check(self) -> None:
         """Raise if the GPU has waited too long since the last check."""
@@ -88,15 +87,3 @@ def _stop() -> None:
 
 
 atexit.register(_stop)
-
-
-def _launch(kernel: str, device: int, stream: int, *values: int) -> None:
-    driver.use_context(device)
-    names = [(f"argument{i}", struct.pack("Q", value)) for i, value in enumerate(values)]
-    driver.Launch(_function(kernel, device), _THREADS, 0, stream, names, False, {})(stream)
-
-
-@cache
-def _function(kernel: str, device: int) -> int:
-    with driver.uncaptured():
-        return driver.load_function(PTX.encode() + b"\0", kernel, 0)

@@ -13,7 +13,7 @@ from assembler import TARGETS, assert_assembles
 from ptx_interpreter import Kernel
 
 from lancebill.jit import driver
-from lancebill.split import call_views
+from lancebill.split import call_views, launch_ptx
 from lancebill.split.call_kernels import PTX, THREADS
 from lancebill.split.call_views import CallViews, StreamView, ThreadView, Uses
 
@@ -27,7 +27,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda stream: Kernel(PTX, kernel).run(values, threads)
 
     monkeypatch.setattr(driver, "use_context", lambda device: None)
-    monkeypatch.setattr(call_views, "_function", lambda kernel, device: kernel)
+    monkeypatch.setattr(launch_ptx, "_function", lambda ptx, kernel, device: kernel)
     monkeypatch.setattr(call_views, "pinned", lambda size, capturing: torch.full((size,), 0xFF, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(driver, "Launch", launch)

@@ -21,7 +21,7 @@ from lancebill.errors import LaunchError
 from lancebill.jit import driver
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
-from lancebill.split import mailbox
+from lancebill.split import launch_ptx, mailbox
 from lancebill.split.mailbox import Mailbox, Mailboxes
 from lancebill.split.mailbox_kernels import PTX
 from lancebill.testing.checkpoints import save
@@ -92,7 +92,7 @@ def test_a_late_answer_is_told_at_the_next_check() -> None:
 def test_kernels_have_the_parameters_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, int]] = []
     monkeypatch.setattr(driver, "use_context", lambda device: None)
-    monkeypatch.setattr(mailbox, "_function", lambda kernel, device: kernel)
+    monkeypatch.setattr(launch_ptx, "_function", lambda ptx, kernel, device: kernel)
     monkeypatch.setattr(driver, "Launch", lambda kernel, *rest: lambda stream: launched.append((kernel, len(rest[3]))))
     box = Mailbox.__new__(Mailbox)
     box.address = 64
