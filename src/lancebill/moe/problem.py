@@ -42,6 +42,12 @@ class Problem:
         for what, value, legal in (("dispatch", self.dispatch, FORMS), ("order", self.order, ORDERS)):
             if value not in legal:
                 raise SpecError(f"unknown {what} '{value}'", expected=f"one of {', '.join(legal)}")
+        if self.weight_on_input and self.top_k != 1:
+            raise SpecError("routing weights can scale the input only with top-1 routing", got=f"top_k {self.top_k}")
+        self._check_activations()
+        self._check_sizes()
+
+    def _check_activations(self) -> None:
         for inputs in (self.activations, self.second_activations):
             if inputs.static and (inputs.spec.zero is not None or inputs.spec.scales[-1].block != TENSOR):
                 raise SpecError(
@@ -49,6 +55,8 @@ class Problem:
                     got=inputs,
                     hint="dynamic activations have no such limit, for example int8",
                 )
+
+    def _check_sizes(self) -> None:
         for name, shape in self.matrices.items():
             if shape.name != name:
                 raise SpecError("a matrix has the wrong name", expected=name, got=shape.name)
@@ -58,14 +66,10 @@ class Problem:
         for what, count, least in counts:
             if count < least:
                 raise SpecError("a layer needs experts, and tokens need a choice", where=what, got=count)
-        if self.weight_on_input and self.top_k != 1:
-            raise SpecError("routing weights can scale the input only with top-1 routing", got=f"top_k {self.top_k}")
-        if self.w2 is not None and self.w13.n != self.w2.k * (2 if self.activation.gated else 1):
-            raise SpecError(
-                "w13 and w2 disagree about the intermediate size",
-                expected=f"{self.w2.k * (2 if self.activation.gated else 1)} rows of w13",
-                got=self.w13.n,
-            )
+        rows = self.intermediate * (2 if self.activation.gated else 1)
+        if self.w2 is not None and self.w13.n != rows:
+            what = "w13 and w2 disagree about the intermediate size"
+            raise SpecError(what, expected=f"{rows} rows of w13", got=self.w13.n)
 
     @property
     def kind(self) -> str:

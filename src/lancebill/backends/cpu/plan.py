@@ -37,13 +37,13 @@ class CpuPlan(Plan):
 
 
 def make_plan(problem: Problem, tokens: int, level: IsaLevel) -> CpuPlan:
-    activations = (problem.activations, problem.second_activations)
-    forms = tuple(matrix_form(shape, inputs) for shape, inputs in zip(problem.matrices.values(), activations))
+    inputs = {name: problem.inputs_of(name) for name in problem.matrices}
+    forms = tuple(matrix_form(shape, inputs[name]) for name, shape in problem.matrices.items())
     slots = tokens * problem.top_k
     activated = min(problem.experts, slots)
     elements = sum(shape.n * shape.k for shape in problem.matrices.values())
     stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
-    inputs_of_8_bits = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
+    inputs_of_8_bits = all(each.spec.quantized and each.spec.dtype.bits == 8 for each in inputs.values())
     # Tiles change the order of sums depending on the rows of an expert, so the batch-invariant order excludes them.
     tiles = problem.order == FAST and all(form.tiles for form in forms)
     rate = _GFLOPS[level if tiles else min(level, IsaLevel.AVX512)][inputs_of_8_bits]
