@@ -26,11 +26,10 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.device import parse_device
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed, PlainLayout, as_integer
 from lancebill.moe.problem import Problem
-from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
+from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, stack_experts
 
 NAME = "lancebill"
-_SPECS = {torch.bfloat16: DENSE_BF16, torch.float16: DENSE_F16, torch.float32: DENSE_F32}
 
 
 def register() -> None:
@@ -95,7 +94,7 @@ class ModuleExperts:
 
     @property
     def spec(self) -> QuantSpec:
-        return _SPECS[self.up.dtype]
+        return UNQUANTISED[self.up.dtype].spec
 
     def shapes(self) -> dict[str, MatrixShape]:
         def shape(name: str, tensor: Tensor, bias: Tensor | None) -> MatrixShape:
