@@ -207,6 +207,36 @@ ENVIRONMENT = {
 }
 
 
+# Private names of torch, which its next version may not have.
+PRIVATE_TORCH = {
+    "backends/call_signature.py": "without them, calls are compared in full",
+    "backends/gpu/linear_call.py": "without the first, torch.empty; the others as in executor.py",
+    "layer/module_hooks.py": "without them, every module counts as one with hooks",
+    "backends/gpu/executor.py": "the device and stream of a call: public functions make objects of them",
+    "backends/gpu/route_program.py": "likewise",
+    "backends/gpu/decode_attention.py": "likewise",
+    "split/gpu_queues.py": "likewise",
+    "checkpoint/load/staging.py": "one launch for many copies",
+    "integrations/transformers/decode_cache.py": "one launch for many fills",
+    "integrations/transformers/pretrained.py": "what this CPU computes without conversion",
+    "integrations/transformers/stored_matrix.py": "arguments of an operator, which may be lists of tensors",
+    "integrations/vllm/other_weights.py": "a subclass whose results are plain tensors",
+    "bench/ceilings.py": "operators without a public name",
+    "bench/peers.py": "likewise",
+    "bench/peers_cpu.py": "likewise",
+    "bench/sustained.py": "likewise",
+    "bench/timing.py": "likewise",
+    "testing/recorders.py": "every operator of a call",
+}
+
+
+def test_private_names_of_torch_are_few() -> None:
+    read = [(place, ast.unparse(node)) for place, node in _nodes(ast.Attribute)]
+    imported = [(place, f"{node.module}.{a.name}") for place, node in _nodes(ast.ImportFrom) for a in node.names]
+    private = {_file(place) for place, name in read + imported if re.match(r"torch\.([\w.]+\.)?_[a-zA-Z]", name)}
+    assert private == set(PRIVATE_TORCH)
+
+
 def test_nothing_from_a_file_is_executed() -> None:
     assert not [place for place, node in _nodes(ast.Call) if ast.unparse(node.func) in NEVER_CALLED]
     imported = [(place, a.name) for place, node in _nodes(ast.Import) for a in node.names]
