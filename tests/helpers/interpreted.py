@@ -292,7 +292,7 @@ def test_rows_by_ids(
 ) -> None:
     if launches == 3:
         monkeypatch.setattr(rowwise, "SMALL", 8)
-    problem, tokens = make_problem(spec, activations, options), 12
+    problem, tokens = make_problem(spec, activations, options), 9
     x = torch.randn(tokens, problem.hidden).bfloat16()
     routed = routing(problem, tokens, 3, "cpu", "holes")
     routed = replace(routed, weights=routed.weights.bfloat16().float())

@@ -30,6 +30,11 @@ class Geometry:
     top_k: int = 2
 
 
+def small_size(example: Example, experts: int = 2, layers: int = 1) -> Geometry:
+    """Experts with `example.k` columns to share out between ranks. Long blocks need as many there, but nowhere else."""
+    return Geometry(experts, hidden=example.k if example.k <= 512 else 256, intermediate=example.k, layers=layers)
+
+
 @dataclass
 class Generated:
     """A checkpoint in memory: config, tensors, and the weights that were encoded."""

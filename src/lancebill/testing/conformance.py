@@ -26,7 +26,7 @@ from lancebill.moe.layout import PlainLayout
 from lancebill.moe.placement import Placement
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import LogicalWeight, same_bits
-from lancebill.testing.checkpoints import Generated, Geometry, generate
+from lancebill.testing.checkpoints import Generated, generate, small_size
 from lancebill.testing.weights import random_example
 
 DEFAULT_FAMILY = "qwen3_moe"
@@ -197,8 +197,7 @@ def _small(example: Example, experts: int = 2) -> tuple[Generated, Naming]:
     """A small checkpoint of this example, in the family its config names or else the default family."""
     family = example.config.model.get("model_type", DEFAULT_FAMILY)
     row = names.find_family({"model_type": family})
-    size = Geometry(experts=experts, hidden=example.k, intermediate=example.k)
-    return generate(example, row, row.forms[0], size), row
+    return generate(example, row, row.forms[0], small_size(example, experts)), row
 
 
 def _texts(problems: list[CheckpointError]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from lancebill.errors import ShardError
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format
 from lancebill.moe.layout import PlainLayout
-from lancebill.testing.checkpoints import Generated, Geometry, generate
+from lancebill.testing.checkpoints import Generated, Geometry, generate, small_size
 from lancebill.testing.conformance import all_examples
 
 SIZE = Geometry(experts=2, hidden=256, intermediate=256)
@@ -33,7 +32,7 @@ def find_example(fmt: str, name: str) -> Example:
 
 def generate_for(example: Example) -> Generated:
     row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
-    return generate(example, row, row.forms[0], replace(SIZE, hidden=example.k, intermediate=example.k))
+    return generate(example, row, row.forms[0], small_size(example))
 
 
 def check_projection(made: Generated, projection: str = "up_proj", expert: int = 1) -> Findings:

@@ -35,7 +35,7 @@ from lancebill.numbers.search import search_pays
 from lancebill.numbers.spec import NVFP4, NVFP4_DIV, TENSOR, QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import same_bits
-from lancebill.testing.checkpoints import Geometry, generate, save
+from lancebill.testing.checkpoints import Geometry, generate, save, small_size
 from lancebill.testing.conformance import all_examples
 from lancebill.testing.models import write_model
 
@@ -59,7 +59,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(("fmt", "example"), EXAMPLES)
 def test_every_format_dequantises_exactly(fmt: Format, example: Example, tmp_path: Path) -> None:
     row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
-    made = generate(example, row, row.forms[0], replace(SIZE, hidden=example.k, intermediate=example.k))
+    made = generate(example, row, row.forms[0], small_size(example))
     source = save(made, tmp_path / "source")
     report = run_conversion(source, tmp_path / "dense", "fp32")
     assert same_matrices(matrices(tmp_path / "dense"), matrices(source))

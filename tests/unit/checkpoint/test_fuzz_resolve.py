@@ -24,7 +24,7 @@ from lancebill.checkpoint.resolve.routing_config import activation_for, routing_
 from lancebill.errors import LancebillError
 from lancebill.formats import registry
 from lancebill.formats.stored import TORCH_DTYPES, Stored
-from lancebill.testing.checkpoints import Generated, Geometry, generate
+from lancebill.testing.checkpoints import Generated, generate, small_size
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "60"))  # for each format
 MOST_SECONDS = 5
@@ -33,7 +33,7 @@ MOST_SECONDS = 5
 def _small(fmt: str) -> Generated:
     example = next(iter(registry()[fmt].examples()))
     row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
-    return generate(example, row, row.forms[0], Geometry(experts=2, hidden=example.k, intermediate=example.k))
+    return generate(example, row, row.forms[0], small_size(example))
 
 
 def _document(made: Generated) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lancebill.formats.stored import Stored
 from lancebill.moe.placement import Placement
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import same_bits
-from lancebill.testing.checkpoints import Geometry, generate
+from lancebill.testing.checkpoints import Geometry, generate, small_size
 from lancebill.testing.conformance import whole_matrices
 
 ROWS = [
@@ -193,7 +193,7 @@ def test_sixty_thousand_names_resolve_in_seconds() -> None:
 def test_a_missing_tensor_is_named_as_it_was(family: str, form: int, fmt: str, lost: str) -> None:
     """Also where what is left of a layer fits fused and separate names, and where all biases of a kind are gone."""
     row, example = next(row for row in names.TABLE if row.family == family), next(iter(registry()[fmt].examples()))
-    made = generate(example, row, row.forms[form], Geometry(2, hidden=example.k, intermediate=example.k))
+    made = generate(example, row, row.forms[form], small_size(example))
     assert not manifests.build(made.config, made.headers, row).problems
     left = {name: stored for name, stored in made.headers.items() if name != lost}
     problems = manifests.build(made.config, left, row).problems

@@ -20,7 +20,7 @@ from lancebill.layer.parts import pull
 from lancebill.numbers.bit_packing import pack_bits
 from lancebill.numbers.spec import FP8_TENSOR, TENSOR
 from lancebill.numbers.weight import FACTORS, LogicalWeight
-from lancebill.testing.checkpoints import Generated, Geometry, generate
+from lancebill.testing.checkpoints import Generated, generate, small_size
 from lancebill.testing.conformance import all_examples
 
 EXPERTS = 2
@@ -28,8 +28,7 @@ EXPERTS = 2
 
 def _generate(example: Example, experts: int = EXPERTS) -> Generated:
     row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
-    size = Geometry(experts=experts, hidden=example.k, intermediate=example.k)
-    return generate(example, row, row.forms[0], size)
+    return generate(example, row, row.forms[0], small_size(example, experts))
 
 
 def _rows_in_order(gate: Tensor, up: Tensor, rows: str) -> Tensor:

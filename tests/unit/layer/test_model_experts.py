@@ -29,7 +29,7 @@ from lancebill.layer import collect
 from lancebill.layer.parts import pull
 from lancebill.layer.recipe import LoadOptions
 from lancebill.moe.activation import Activation
-from lancebill.testing.checkpoints import Generated, Geometry, generate, save
+from lancebill.testing.checkpoints import Generated, Geometry, generate, save, small_size
 
 PLACEMENTS = (
     Placement(),
@@ -60,7 +60,7 @@ def _generate(example: Example, layers: int = 1) -> Generated:
     form = (
         next((form for form in row.forms if form.stacked), row.forms[0]) if example.name == "gpt-oss" else row.forms[0]
     )
-    return generate(example, row, form, Geometry(experts=3, hidden=example.k, intermediate=example.k, layers=layers))
+    return generate(example, row, form, small_size(example, 3, layers))
 
 
 @pytest.mark.parametrize("fmt", registry())

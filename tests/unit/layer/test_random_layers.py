@@ -18,7 +18,7 @@ from lancebill.layer.report import LoadReports
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16, CODEBOOK, F16, F32
 from lancebill.numbers.random_weight import random_weight
-from lancebill.testing.checkpoints import Geometry, generate
+from lancebill.testing.checkpoints import generate, small_size
 from lancebill.testing.conformance import all_examples
 
 # The config says fp8 for all modules, or 4 bits for those that may be experts.
@@ -48,7 +48,7 @@ def test_a_config_suggests_the_headers_of_its_checkpoint() -> None:
     other = set()
     for fmt, example in all_examples():
         row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
-        made = generate(example, row, row.forms[0], Geometry(2, hidden=example.k, intermediate=example.k))
+        made = generate(example, row, row.forms[0], small_size(example))
         suggested = manifests.build(made.config, expected_headers(made.config, row, 0), row)
         real = manifests.build(made.config, made.headers, row)
         assert not suggested.problems, (fmt.name, example.name, [p.render() for p in suggested.problems[:2]])

@@ -64,7 +64,7 @@ def test_no_block_gets_worse(name: str) -> None:
     assert searched.sum() <= plain.sum()
 
 
-@pytest.mark.parametrize(("spec", "bound"), [(MXFP4, 1.0), (NVFP4, 1.02)], ids=str)
+@pytest.mark.parametrize(("spec", "bound"), [(MXFP4, 1.0), (NVFP4, 1.05)], ids=str)
 def test_small_float_scales_are_about_as_good_as_the_best(spec: QuantSpec, bound: float) -> None:
     values = weights(16)
     found = quantize(values, spec, search=True)

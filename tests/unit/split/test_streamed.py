@@ -316,6 +316,7 @@ def test_what_was_queued_for_the_cpu_is_waited_for_if_the_rest_fails(
     both = Rates(10.0, 15.0, 1e9, 1e9, call_us=0, wait_us=0, divide_us=0)
     without_gpu(monkeypatch, OrderedLane(), both)
     monkeypatch.setattr(large_batches, "SideStream", FullQueue)
+    monkeypatch.setattr(FullQueue, "joined", 0)
     x, ids, weights = make_inputs(9)
     with pytest.raises(NotEnoughMemory):
         executor.large_batches.run(x, Indexed(ids, weights, layer.expert_map), places, torch.empty_like(x))
