@@ -22,7 +22,7 @@ def test_all_scripts_are_here() -> None:
 
 
 @pytest.mark.parametrize("scripts", [[WHOLE_PLANS], SINGLE_KERNELS], ids=["whole-plans", "single-kernels"])
-def test_in_the_interpreter(scripts: list[Path]) -> None:
+def test_plans_in_the_interpreter(scripts: list[Path]) -> None:
     """In separate processes, because Triton reads TRITON_INTERPRET only when it is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, scripts)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
