@@ -12,7 +12,7 @@ import torch
 
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.backends.registry import registry
-from lancebill.errors import UnsupportedProblem
+from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.moe.device import Device, parse_device
 from lancebill.moe.problem import Problem
 
@@ -102,9 +102,7 @@ def explain(
     backends = registry()
     device = device if isinstance(device, Device) else parse_device(device)
     if requested != AUTO and requested not in backends:
-        raise UnsupportedProblem(
-            f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}"
-        )
+        raise SpecError(f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}")
     planned = replace(problem, experts=max(1, problem.experts))  # no backend plans for no experts
     verdicts = tuple(_verdict(backend, planned, device, tokens) for backend in backends.values())
     candidates = [v for v in verdicts if v.supported and requested in (v.backend.name, AUTO)]

@@ -80,10 +80,9 @@ def explain(
 ) -> None:
     """Show every backend's verdict with all its reasons, and which backend is chosen."""
     with ui.reported(as_json, ui.USAGE):
-        _check_usage(path, shape, weights, layer)
+        _check_usage(path, shape, weights, {"--layer": layer, "--mixture": mixture, "--revision": revision})
         if path is not None:
             path = ui.located(path, revision, as_json)
-        _check_backend(backend)
     with ui.reported(as_json):
         from lancebill.backends import oracle
 
@@ -94,7 +93,7 @@ def explain(
             request = _from_shape(shape, weights, activations, tp)
         choice = oracle.explain(request.problem, device or _default_device(), backend, tokens)
         ways = None if gpu_experts is None else _ways(request.problem, gpu_experts, tokens)
-        moving = None if gpu_experts is None else _moving(request.problem, gpu_experts, moves)
+        moving = _moving(request.problem, gpu_experts, moves)
     if as_json:
         split: dict[str, object] = {} if ways is None else {"missing_experts": asdict(ways)}
         split |= {} if moving is None else {"moving_pays_from_hit_rate": moving}
@@ -119,31 +118,28 @@ def _ways(problem: Problem, gpu_experts: int, tokens: int) -> Ways:
     return expected_ways(missing, tokens, problem.top_k, problem.global_experts, size_of(problem), ASSUMED)
 
 
-def _moving(problem: Problem, gpu_experts: int, moves: str) -> float | None:
+def _moving(problem: Problem, gpu_experts: int | None, moves: str) -> float | None:
     """The hit rate from which moving pays, at assumed rates; None: experts do not move."""
     from lancebill.split.moves import OFF, check_moves
     from lancebill.split.reuse import break_even
     from lancebill.split.ways import ASSUMED
 
     check_moves(moves, problem.order)
-    return None if moves == OFF else break_even(min(1.0, gpu_experts / problem.experts), ASSUMED)
+    if moves == OFF:
+        return None
+    if gpu_experts is None:
+        raise SpecError("--moves needs --gpu-experts", got=moves)
+    return break_even(min(1.0, gpu_experts / problem.experts), ASSUMED)
 
 
-def _check_usage(path: Path | None, shape: str | None, weights: str | None, layer: int | None) -> None:
+def _check_usage(path: Path | None, shape: str | None, weights: str | None, of_path: dict[str, object]) -> None:
     if (path is None) == (shape is None):
         raise SpecError("give either PATH or --shape", hint=f"shapes: {SHAPES}")
     if shape is not None and weights is None:
         raise SpecError("--shape needs --weights", hint="for example --weights mxfp4")
-    if shape is not None and layer is not None:
-        raise SpecError("--layer needs a checkpoint: a shape is a single layer")
-
-
-def _check_backend(name: str) -> None:
-    from lancebill.backends.oracle import AUTO
-    from lancebill.backends.registry import registry
-
-    if name != AUTO and name not in registry():
-        raise SpecError(f"unknown backend '{name}'", expected=f"{AUTO} or one of {', '.join(registry())}")
+    for name, value in of_path.items():
+        if shape is not None and value is not None:
+            raise SpecError(f"{name} needs a checkpoint: a shape is a single layer", got=value)
 
 
 def _default_device() -> str:

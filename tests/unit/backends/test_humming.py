@@ -78,6 +78,8 @@ def test_all_reasons_are_given() -> None:
     assert codes(replace(fine, order=BATCH_INVARIANT)) == {"order"}
     assert codes(replace(fine, dispatch=CONTIGUOUS)) == {"dispatch"}
     assert codes(replace(fine, pre_scale=True)) == {"input-scale"}
+    hints = {reason.hint for reason in BACKEND.check(problem_of(activations="fp32"), HOPPER)}
+    assert hints == {"use bf16 or fp16", "use bf16 or fp16 or fp8"}
     several = replace(problem_of("nf4", "fp8", bias=True), order=BATCH_INVARIANT)
     assert codes(several, Device("cpu")) == {"device", "spec", "bias", "activations", "order"}
 

@@ -33,7 +33,7 @@ from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.main import app
-from lancebill.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
+from lancebill.errors import LaunchError, SpecError, WrongResult
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, PlainLayout
@@ -484,7 +484,7 @@ def test_usage_errors(words: tuple[str, str]) -> None:
 
 
 def test_an_unsupported_request_is_refused() -> None:
-    with pytest.raises(UnsupportedProblem, match="no backend is called"):
+    with pytest.raises(SpecError, match="no backend is called"):
         run_benchmark(BenchSetup(SHAPE, "mxfp4", backends=("none",)))
     with pytest.raises(SpecError, match="unknown simulated routing"):
         run_benchmark(BenchSetup(SHAPE, "mxfp4", routing="wild"))

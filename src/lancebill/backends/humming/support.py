@@ -38,11 +38,12 @@ def unsupported(problem: Problem) -> Iterator[Reason]:
         yield Reason("input-scale", "does not scale its inputs")
     if problem.input not in _DENSE:
         yield Reason("input", f"{problem.input} inputs", "use bf16 or fp16")
+    dense = problem.input if problem.input in _DENSE else " or ".join(map(str, _DENSE))
     for name, shape in problem.matrices.items():
         inputs = problem.inputs_of(name)
         fp8 = inputs.spec == FP8_CHANNEL and not inputs.static
         if not fp8 and inputs.spec != _DENSE.get(problem.input):
-            yield Reason("activations", f"{inputs} activations", f"use {problem.input} or fp8")
+            yield Reason("activations", f"{inputs} activations", f"use {dense} or fp8")
         if fp8 and shape.spec != MXFP4:
             yield Reason("spec", f"{shape.spec} x fp8", "use mxfp4")
         yield from _shape(name, shape, problem)
