@@ -294,6 +294,9 @@ def _show_split(split: Mapping[str, Any], out: Console) -> None:
     out.print(
         f"\n[bold]on a GPU of {ui.size(split['gpu_bytes'])}[/]: {ui.size(split['other_bytes'])} for all other tensors"
     )
+    if split["other_bytes"] > split["gpu_bytes"]:
+        out.print("  [bold red]too small[/]: these tensors do not fit, with or without experts")
+        return
     out.print(f"  {held} experts of each layer, {ui.size(split['gpu_expert_bytes'])}")
     if not split["host_expert_bytes"]:
         out.print("  all experts fit")

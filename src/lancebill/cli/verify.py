@@ -148,11 +148,23 @@ def _metadata_problems(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[L
     for one in manifest.mixtures:
         yield from unquantized_experts(one)
     yield from router_problems(manifest)
+    yield from _activation_problems(manifest)
     for layer in manifest.stored_layers:
         for projection in layer.projections.values():
             error = check_stored_size(checkpoint.read, projection)
             if error is not None:
                 yield error
+
+
+def _activation_problems(manifest: Manifest) -> Iterator[LancebillError]:
+    from lancebill.checkpoint.resolve.routing_config import activation_for
+
+    for index in manifest.layers:
+        try:
+            activation_for(manifest.config.model, manifest.naming.family, index)
+        except UnsupportedFormat as error:
+            yield error
+            return  # the other layers have the same config
 
 
 def _unknown_keys(manifest: Manifest) -> list[LancebillError]:

@@ -27,6 +27,7 @@ from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.gguf import write_gguf
+from lancebill.testing.models import write_model
 
 SIZE = Geometry(experts=4, hidden=256, intermediate=256, layers=2)
 FINE, PROBLEM, USAGE = 0, 1, 2
@@ -128,6 +129,12 @@ def test_inspect_says_what_a_gpu_holds(model: Path, monkeypatch: pytest.MonkeyPa
     assert "in host memory" in call("inspect", model, "--gpu", held).stdout
 
 
+def test_inspect_says_that_a_gpu_is_too_small(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", SIZE)
+    text = call("inspect", tmp_path / "model", "--gpu", 10).stdout
+    assert "too small: these tensors do not fit" in text and "tokens/s" not in text
+
+
 def test_inspect_rejects_impossible_shards_and_layers(model: Path) -> None:
     result = call("inspect", model, "--memory", "--tp", 3, "--json")
     assert result.exit_code == PROBLEM
@@ -156,12 +163,14 @@ def test_verify_lists_all_problems(tmp_path: Path) -> None:
     del generated.tensors[f"{home}.0.up_proj.weight"]
     generated.tensors[f"{home}.2.down_proj.weight"] = torch.zeros(3, 4).to(torch.float8_e4m3fn)
     generated.tensors[f"{home}.7.extra"] = torch.zeros(1)
+    generated.tensors[f"{home}.3.up_proj.weight_scale_inv"] = torch.zeros(1, 1, dtype=torch.int32)
     result = call("verify", save(generated, tmp_path / "bad"), "--values", "--json")
     assert result.exit_code == PROBLEM
     kinds = {problem["error"] for problem in parsed(result)["problems"]}
-    assert {"MissingTensor", "WrongShape", "UnexpectedTensor"} <= kinds
+    assert {"MissingTensor", "WrongShape", "WrongDtype", "UnexpectedTensor"} <= kinds
     text = call("verify", tmp_path / "bad").stdout
     assert "layer 1, expert 2, down" in text and "problems" in text
+    assert "got      I32" in text and "('" not in text
 
 
 def test_verify_values_names_the_damaged_tensor(model: Path) -> None:
@@ -187,6 +196,13 @@ def test_unknown_config_keys_warn_and_fail_when_strict(tmp_path: Path) -> None:
     assert relaxed.exit_code == FINE
     assert "moonphase" in parsed(relaxed)["warnings"][0]["what"]
     assert call("verify", source, "--strict").exit_code == PROBLEM
+
+
+def test_verify_names_an_activation_that_is_not_known(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_act": "sillu"}))
+    result = call("verify", model)
+    assert result.exit_code == PROBLEM and result.stdout.count("unknown value of 'hidden_act'") == 1
 
 
 BROKEN = {

@@ -284,7 +284,9 @@ class LayerBuilder:
         header = self.tensors[tensor]
         if header.dtype not in part.dtypes:
             self.problems.append(
-                WrongDtype(f"'{part.role}' in {tensor}", where=where, expected=part.dtypes, got=header.dtype)
+                WrongDtype(
+                    f"'{part.role}' in {tensor}", where=where, expected=" or ".join(part.dtypes), got=header.dtype
+                )
             )
             return None
         transposed = stored in self.form.transposed
