@@ -249,6 +249,7 @@ def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path
         (["generate", "model", ""], 2, "no tokens"),
         (["generate", "model", "x", "--dtype", "banana"], 2, "banana"),
         (["generate", "model", "x", "--device", "tpu"], 2, "unknown device"),
+        (["generate", "model", "x", "--backend", "none"], 2, "no backend is called 'none'"),
         (["generate", "dense", "x"], 1, "has no experts"),
         (["generate", "empty", "x"], 1, "no config.json"),
         (["generate", "model", "x", "--gpu-memory", "1GiB"], 2, "for a model on a GPU"),
@@ -289,6 +290,49 @@ def test_usage_errors_print_no_traceback(
         Path("unknown/config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == code and message in done.output and "Traceback" not in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "code", "message"),
+    [
+        ("config.json", "<html>", 1, "not valid JSON"),
+        ("tokenizer.json", "{}", 1, "cannot load a tokenizer"),
+        ("chat_template.jinja", "{{ raise_exception('no [system] here') }}", 2, "refuses this\n  got      no [system]"),
+    ],
+)
+def test_files_that_transformers_reads_too(
+    model: Path, tmp_path: Path, file: str, text: str, code: int, message: str
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "model"), "w1"])
+    assert done.exit_code == code and message in done.output and "Traceback" not in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": None}, "transformers cannot read the config"),
+        ({"hidden_act": "sillu"}, "unknown value of 'hidden_act'"),
+        ({"num_attention_heads": -1}, "transformers cannot build the model"),
+        ({"num_hidden_layers": 10**9}, "layers 2 to 999999999"),
+        ({"model_type": None}, "transformers cannot read the config"),
+    ],
+)
+def test_a_wrong_value_in_the_config_is_named(
+    model: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | change))
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "model"), "w1"])
+    assert done.exit_code == 1 and message in done.output and "Traceback" not in done.output, done.output
+
+
+def test_every_integer_is_a_seed(model: Path) -> None:
+    for seed in (-1, 2**64, 2**63 - 1):
+        words = ("generate", model, "w1", "--max-tokens", 2, "--temperature", 1, "--seed", seed, "--json")
+        assert call(*words)["answers"][0]["tokens"] == 2
 
 
 def test_a_server_gets_the_options_of_the_load_test(model: Path, capfd: pytest.CaptureFixture[str]) -> None:

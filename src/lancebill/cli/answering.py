@@ -33,7 +33,8 @@ class Answering:
     """Answers prompts of one model, one after the other."""
 
     def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
-        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.model, self.tokenizer = model, tokenizer
+        self.seed = seed % 2**63  # every integer is a seed; torch takes 64 bits
         self.runner = _native_runner(model)
 
     @property

@@ -60,7 +60,7 @@ def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOpt
         messages.append({"role": "user", "content": line})
         try:
             messages.append({"role": "assistant", "content": _answer(answering, messages, wanted)})
-        except SpecError as error:  # the conversation is too long
+        except SpecError as error:  # the conversation is too long, or the chat template refuses it
             messages.pop()
             ui.print_error(error, ui.console(error=True))
 

@@ -56,6 +56,8 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     _check_placement(**options)
     has_config = (path / "config.json").exists()
+    if has_config:  # before the tokenizer, for which transformers reads it too
+        _check_config(path, options.get("dtype", "auto"))
     tokenizer = _tokenizer(AutoTokenizer, path) if has_config else None  # first: its files are easily forgotten
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
@@ -72,12 +74,19 @@ def _check_placement(*, device: str = "cpu", gpu_memory: str | None = None, move
         raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
 
 
+def _check_config(path: Path, dtype: str) -> None:
+    from lancebill.integrations.transformers.pretrained import config_of, open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        config_of(checkpoint, dtype)
+
+
 def _tokenizer(kind: Any, path: Path, **options: str) -> Any:
     hint = "copy the tokenizer's files (tokenizer.json ...) from the original model"
     try:
         tokenizer = kind.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CheckpointError("transformers cannot load a tokenizer", where=str(path), got=why, hint=hint) from None
     if not tokenizer("a")["input_ids"]:  # some classes need no files, and know no words without them
         raise CheckpointError("the tokenizer has no words", where=str(path), hint=hint)

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -30,7 +33,8 @@ from lancebill.backends import oracle
 from lancebill.checkpoint.read.config import QUANT_SECTIONS
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.hub import local_path
-from lancebill.checkpoint.resolve.manifest import together
+from lancebill.checkpoint.resolve.manifest import Manifest, together
+from lancebill.checkpoint.resolve.missing_layers import missing_layers
 from lancebill.checkpoint.resolve.naming import is_refused
 from lancebill.errors import (
     CheckpointError,
@@ -73,13 +77,21 @@ _INSTEAD = {
     "experts_implementation": "backend=",
     "gguf_file": "the path of the file itself",
 }
+# What transformers raises for a config with a wrong value, wherever it first uses it.
+_REFUSALS = (
+    *(StrictDataclassError, ArithmeticError, AssertionError, AttributeError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
 
 
 class PackedModel(GraphedGeneration):
     """Mixin for a transformers model class: replaces its experts, and saves them."""
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        except _REFUSALS as error:
+            raise _refused("transformers cannot build the model", "config.json", error) from error
         assert isinstance(self, nn.Module)
         self.lancebill_origin: Origin | None = None
         self.lancebill_rest, self.lancebill_decoding = RestReport(), Decoding()
@@ -126,8 +138,8 @@ def from_pretrained(
     target = parse_device(device).torch
     check_placement(gpu_memory, moves)
     folder = local_path(path, revision)
-    checkpoint = _open(folder)
-    config, stored = _config(checkpoint, dtype)
+    checkpoint = open_checkpoint(folder)
+    config, stored = config_of(checkpoint, dtype)
     wide = stored
     if dtype == "auto" and target.type == "cpu" and not _computes(stored):
         # Rounds the inputs of quantised matrices as the model would; the other operators compute in fp32.
@@ -164,7 +176,7 @@ def _other_tensors(
     config: PretrainedConfig, checkpoint: Checkpoint, experts: Mixtures, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
     """Everything but the experts, read when transformers asks for it."""
-    manifest = together(each.manifest() for each in experts.values())
+    manifest = _complete(experts, checkpoint.path)
     if checkpoint.path.is_file():
         return gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), dtype)
     return lazy_tensors(checkpoint, manifest, dtype)
@@ -225,7 +237,7 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     return chosen
 
 
-def _open(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint; raises if it has neither a config.json nor GGUF metadata for transformers."""
     if folder.suffix != gguf.SUFFIX and not (folder / "config.json").exists():
         files = sorted(file.name for file in folder.glob(f"*{gguf.SUFFIX}"))
@@ -238,7 +250,7 @@ def _open(folder: Path) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
-def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
+def config_of(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
     """The model's config and the dtype of everything but the experts.
 
     The quantisation section is removed: transformers would otherwise try to quantise the model itself.
@@ -247,11 +259,14 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
         config = (
             gguf_config_of(checkpoint) if checkpoint.path.is_file() else AutoConfig.from_pretrained(checkpoint.path)
         )
-    except ValueError:
+    except _REFUSALS as error:
+        kind = checkpoint.config.model.get("model_type")
+        if not isinstance(kind, str) or kind in CONFIG_MAPPING:
+            raise _refused("transformers cannot read the config", str(checkpoint.path), error) from error
         raise UnsupportedProblem(
             "this version of transformers does not know the model",
             where=str(checkpoint.path),
-            got=checkpoint.config.model.get("model_type"),
+            got=kind,
             hint="pip install --upgrade transformers",
         ) from None
     for section in (config, config.get_text_config()):
@@ -264,6 +279,12 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
     if chosen is None:
         raise SpecError("this dtype is not supported", expected=" or ".join(("auto", *by_name)), got=requested)
     return config, chosen
+
+
+def _refused(what: str, where: str, error: Exception) -> UnsupportedFormat:
+    text = shorten(str(error), 300, placeholder=" ...")
+    hint = "compare config.json with that of the original model"
+    return UnsupportedFormat(what, where=where, got=f"{type(error).__name__}: {text}", hint=hint)
 
 
 def _computes(dtype: torch.dtype) -> bool:
@@ -285,6 +306,20 @@ def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOpti
         if not is_refused(checkpoint.config.model):
             _meta_model(config)  # raises a clearer error if the model has no experts
         raise
+
+
+def _complete(experts: Mixtures, folder: Path) -> Manifest:
+    """The manifest of a whole model. Raises before transformers builds it, which takes long, if layers are missing or
+    the first cannot be computed.
+    """
+    manifest = together(each.manifest() for each in experts.values())
+    missing = [problem for problem in missing_layers(manifest) if isinstance(problem, MissingTensor)]
+    if missing:
+        raise CheckpointProblems(missing, where=str(folder))
+    for each in experts.values():
+        for index in each.layers[:1]:
+            each.recipe(index)
+    return manifest
 
 
 def _meta_model(config: PretrainedConfig) -> nn.Module:

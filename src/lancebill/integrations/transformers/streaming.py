@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from torch import Tensor
 from transformers import TextStreamer
+
+from lancebill.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,11 @@ def chat_prompt(tokenizer: Any, messages: str | list[dict[str, str]]) -> dict[st
         messages = [{"role": "user", "content": messages}]
     if tokenizer.chat_template is None:
         return dict(tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt"))
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    wanted = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    try:
+        tokens = tokenizer.apply_chat_template(messages, **wanted)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # for example of a system message
+        raise SpecError("the model's chat template refuses this", got=str(error)) from None
     return dict(tokens)
 
 
