@@ -37,6 +37,14 @@ def run(steps: DecodeProgram, rows: int, picks: tuple[int, ...] = ()) -> None:
     steps.run(DecodeRows(NOTHING, NOTHING, range(rows), [rows] * rows, [0] * rows, torch.float32, picks))
 
 
+def batch_invariant() -> CpuExecutor:
+    """A packed matrix of 32 rows and 64 columns."""
+    weight = random_weight(parse_spec("int8"), 32, 64, torch.Generator().manual_seed(0))
+    linear = QuantizedLinear.from_weight(weight, backend="cpu", order=BATCH_INVARIANT)
+    assert isinstance(linear.executor, CpuExecutor)
+    return linear.executor
+
+
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype) -> None:
@@ -69,15 +77,12 @@ def test_dense_rows_of_any_size(level: object, size: float) -> None:
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_beside_batch_invariant_layers_a_dense_row_does_not_depend_on_the_others(level: object) -> None:
     torch.manual_seed(4)
-    weight = random_weight(parse_spec("int8"), 32, 64, torch.Generator().manual_seed(0))
-    linear = QuantizedLinear.from_weight(weight, backend="cpu", order=BATCH_INVARIANT)
-    assert isinstance(linear.executor, CpuExecutor)
     weights, inputs = torch.randn(48, 64).bfloat16(), torch.randn(40, 64)
     found = []
     for rows in (40, 1):
         steps = program(level, rows)
         x, out = steps.buffer("x", 64).copy_(inputs[:rows]), steps.buffer("out", 48)
-        steps.packed(x, linear.executor, steps.buffer("packed", 32))
+        steps.packed(x, batch_invariant(), steps.buffer("packed", 32))
         steps.dense(x, [(weights, None)], out)
         run(steps, rows)
         found.append(out[0])
@@ -149,9 +154,12 @@ def attended(
     qkv: torch.Tensor,
     caches: list[torch.Tensor],
     rows: list[tuple[int, int]],
+    beside: CpuExecutor | None = None,
 ) -> torch.Tensor:
     """Attention of rows of (sequence, position); `caches` of each sequence, `[keys and values, heads, tokens, dim]`."""
     steps = program(level, len(rows))
+    if beside is not None:
+        steps.packed(steps.buffer("x", 64).zero_(), beside, steps.buffer("packed", 32))
     out = steps.buffer("out", heads.queries * heads.dim)
     steps.attention(steps.buffer("qkv", qkv.shape[1]).copy_(qkv), heads, out)
     arrays = [(ctypes.c_void_p * 2)(*(part.data_ptr() for part in cache)) for cache in caches]
@@ -186,6 +194,45 @@ def test_attention(level: object, dtype: torch.dtype, queries: int, keys: int, d
         torch.testing.assert_close(found[row].double(), want.flatten(), rtol=1e-5, atol=1e-5)
         alone = attended(level, dtype, heads, qkv[row : row + 1], caches, [(which, position)])
         assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim", "window"),
+    [(9, 3, 64, None), (4, 4, 20, 40), (14, 2, 36, 150), (2, 1, 256, 3), (2, 2, 264, None)],
+    ids=["three-share", "own-keys-window", "seven-share-window", "large", "too-large-for-blocks"],
+)
+def test_attention_of_prompts(
+    level: object, dtype: torch.dtype, queries: int, keys: int, dim: int, window: int | None
+) -> None:
+    """Tokens of one sequence are attended to in blocks; single ones stand before, between and after them."""
+    torch.manual_seed(5)
+    heads = DecodeHeads(0, queries, keys, dim, dim, dim**-0.5, window)
+    caches = [torch.randn(2, keys, tokens, dim).to(dtype) for tokens in (300, 9, 70)]
+    rows = [(1, 4), *((0, 70 + i) for i in range(150)), (1, 5), *((2, i) for i in range(33)), (1, 6)]
+    qkv = torch.randn(len(rows), (queries + 2 * keys) * dim)
+    qkv[7] *= 30  # scores far apart
+    found = attended(level, dtype, heads, qkv, caches, rows)
+    q, k, v = qkv.view(len(rows), -1, dim).split([queries, keys, keys], dim=1)
+    for row, (which, position) in enumerate(rows):
+        for part, new in enumerate((k, v)):
+            assert torch.equal(caches[which][part][:, position], new[row].to(dtype))
+        first = 0 if window is None else max(0, position + 1 - window)
+        stored = caches[which][:, :, first : position + 1].double().repeat_interleave(queries // keys, dim=1)
+        want = F.scaled_dot_product_attention(q[row].double().unsqueeze(1), stored[0], stored[1])
+        torch.testing.assert_close(found[row].double(), want.flatten(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_beside_batch_invariant_layers_a_token_of_a_prompt_does_not_depend_on_the_others(level: object) -> None:
+    torch.manual_seed(6)
+    heads, beside = DecodeHeads(0, 4, 2, 32, 32, 0.2), batch_invariant()
+    caches, rows, qkv = [torch.zeros(2, 2, 40, 32)], [(0, i) for i in range(40)], torch.randn(40, 8 * 32)
+    together = attended(level, torch.float32, heads, qkv, caches, rows, beside)
+    for row in (0, 17, 39):
+        alone = attended(level, torch.float32, heads, qkv[row : row + 1], caches, rows[row : row + 1], beside)
+        assert torch.equal(alone[0], together[row])
 
 
 def test_routing_that_a_step_cannot_do_is_refused() -> None:

@@ -71,7 +71,7 @@ class DecodeProgram:
         self._watched: list[tuple[Callable[[], list[int]], list[int]]] = []
         self._calls: list[tuple[abi.LayerStruct, abi.WorkStruct]] = []  # those that need scratch memory
         self._dense_columns = 0  # the most of a dense matrix
-        self._tiles = True  # in products of dense matrices: their bits depend on the number of rows
+        self._tiles = True  # of dense matrices, and blocks of queries: bits depend on the number of rows
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._scratch: dict[int, Tensor] = {}  # by number of threads
 

@@ -1,6 +1,7 @@
 // A whole decode step of a model: a list of small steps over a few rows of fp32, run one after the other. Between two
 // matrices there is little to compute, so most of the time of a step would otherwise go to calling it.
 #include <algorithm>
+#include <vector>
 
 #include "convert.h"
 #include "lancebill.h"
@@ -14,6 +15,7 @@ namespace {
 constexpr int64_t kTaskBytes = 32 << 10;  // of a dense matrix
 constexpr int64_t kTaskRows = 8;          // of what is computed row by row
 constexpr int64_t kTasksPerThread = 16;   // of attention: sequences differ in length, so threads take several
+constexpr int64_t kBlockTokens = 16;      // of one sequence that are attended to in blocks, at least
 
 const RowKernels* kernels_for(int32_t level) {
   if (level >= LANCEBILL_AMX && rows_amx != nullptr) return rows_amx();
@@ -138,8 +140,7 @@ struct Run {
   // those before them.
   void attention(const lancebill_step& step) const {
     const auto& heads = *static_cast<const lancebill_heads*>(step.what);
-    const int64_t dim = heads.dim, size = call.cache_type == LANCEBILL_F32 ? 4 : 2;
-    const int64_t window = heads.window > 0 ? heads.window : INT64_MAX;
+    const int64_t dim = heads.dim;
     each_row([&](int64_t row) {
       float* queries = const_cast<float*>(in(step, row));
       float *keys = queries + heads.queries * dim, *values = keys + heads.keys * dim;
@@ -155,20 +156,55 @@ struct Run {
         kernels.store(values + head * dim, dim, call.cache_type, cache(row, heads.layer, 1), place);
       }
     });
+    const auto spans = spans_of(heads);
     const int64_t shared = heads.queries / heads.keys;  // heads with the same keys
-    const int64_t each = int64_t{rows} * heads.keys >= 2 * call.threads ? shared : 1;
-    const int64_t groups = int64_t{rows} * heads.queries / each;
+    const int64_t pieces = static_cast<int64_t>(spans.size());
+    const int64_t each = pieces * heads.keys >= 2 * call.threads ? shared : 1;
+    const int64_t groups = pieces * heads.queries / each;
     const int64_t tasks = std::min(groups, kTasksPerThread * call.threads);  // taking one may take longer than a group
     parallel(call.threads, tasks, [&](int64_t task, int) {
       for (int64_t group = groups * task / tasks; group < groups * (task + 1) / tasks; group++) {
-        const int64_t row = group * each / heads.queries, head = group * each % heads.queries;
-        const int64_t place = head / shared * call.capacities[row] * dim * size, end = call.positions[row] + 1;
-        const char *keys = cache(row, heads.layer, 0) + place, *values = cache(row, heads.layer, 1) + place;
-        const int64_t first = end > window ? end - window : 0;
-        kernels.attend(in(step, row) + head * dim, each, keys, values, call.cache_type, dim, first, end, heads.scale,
-                       out(step, row) + head * dim);
+        attend(step, spans[group * each / heads.queries], group * each % heads.queries, each);
       }
     });
+  }
+
+  // Neighbouring tokens of one sequence that are attended to together, or single ones.
+  struct Span {
+    int64_t row, tokens;
+  };
+
+  std::vector<Span> spans_of(const lancebill_heads& heads) const {
+    const int64_t most = kAttendRows / (heads.queries / heads.keys);
+    const bool blocks = call.tile_rows >= 0 && heads.dim <= kAttendDim && most > 0;
+    std::vector<Span> spans;
+    for (int64_t row = 0, end; row < rows; row = end) {
+      end = row + 1;
+      while (end < rows && call.caches[end] == call.caches[row] && call.positions[end] == call.positions[end - 1] + 1) {
+        end++;
+      }
+      const int64_t tokens = blocks && end - row >= kBlockTokens ? most : 1;
+      for (int64_t first = row; first < end; first += tokens) spans.push_back({first, std::min(tokens, end - first)});
+    }
+    return spans;
+  }
+
+  // Heads [head, head + count), which have the same keys and values.
+  void attend(const lancebill_step& step, Span span, int64_t head, int64_t count) const {
+    const auto& heads = *static_cast<const lancebill_heads*>(step.what);
+    const int64_t dim = heads.dim, size = call.cache_type == LANCEBILL_F32 ? 4 : 2;
+    const int64_t window = heads.window > 0 ? heads.window : INT64_MAX;
+    const int64_t place = head / (heads.queries / heads.keys) * call.capacities[span.row] * dim * size;
+    const char *keys = cache(span.row, heads.layer, 0) + place, *values = cache(span.row, heads.layer, 1) + place;
+    const int64_t position = call.positions[span.row], end = position + 1;
+    const float* q = in(step, span.row) + head * dim;
+    float* result = out(step, span.row) + head * dim;
+    if (span.tokens > 1) {
+      return kernels.attend_block({q, result, step.in_stride, step.out_stride, span.tokens, count, dim, position, window,
+                                   heads.scale, keys, values, call.cache_type});
+    }
+    kernels.attend(q, count, keys, values, call.cache_type, dim, end > window ? end - window : 0, end, heads.scale,
+                   result);
   }
 
   char* cache(int64_t row, int32_t layer, int32_t values) const {

@@ -281,7 +281,8 @@ typedef struct lancebill_decode {
   int32_t cache_type;        /* enum lancebill_float */
   int32_t picked;
   const int32_t *picks;      /* [picked] rows, ascending */
-  int32_t tile_rows;         /* dense bf16 matrices use AMX tiles from this many rows, as in lancebill_work */
+  int32_t tile_rows;         /* dense bf16 matrices use AMX tiles from this many rows, as in lancebill_work; negative:
+                                nor does attention take tokens of a sequence together */
 } lancebill_decode;
 
 enum lancebill_level {

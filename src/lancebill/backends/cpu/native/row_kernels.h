@@ -25,6 +25,19 @@ struct DenseTiles {
                    float* out, int64_t out_stride);
 };
 
+// Neighbouring tokens of one sequence, in heads that have the same keys and values: [token][heads][dim].
+struct QueryBlock {
+  const float* q;
+  float* out;
+  int64_t q_stride, out_stride;  // of tokens
+  int64_t tokens, heads, dim;
+  int64_t position, window;  // of the first token; how many tokens each sees, itself included
+  float scale;
+  const void *keys, *values;  // of the whole sequence
+  int32_t type;
+};
+constexpr int64_t kAttendRows = 96, kAttendDim = 256;  // at most, of queries
+
 struct RowKernels {
   void (*dense)(const lancebill_dense& matrix, int64_t first, int64_t end, const float* x, int64_t x_stride,
                 int64_t count, float* out, int64_t out_stride);
@@ -36,6 +49,7 @@ struct RowKernels {
   // `heads` neighbouring heads that have the same keys and values.
   void (*attend)(const float* q, int64_t heads, const void* keys, const void* values, int32_t type, int64_t dim,
                  int64_t first, int64_t end, float scale, float* out);
+  void (*attend_block)(const QueryBlock& block);
   float (*sigmoid)(float x);
   const DenseTiles* tiles;  // null: none
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.h"
+#include "lancebill.h"
 #if defined(__F16C__)
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"  // false positives of GCC 12 in its own _mm512_undefined_ps
@@ -31,15 +32,18 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 4, kSingleRows = 4;
 constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 16;  // of attention
+constexpr int kQueryVectors = 2, kQuerySums = 8;  // of attention in blocks
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 3, kSingleRows = 8;
 constexpr bool kPrefetchRows = true;
 constexpr bool kLoadPairs = true;  // a register holds two vectors of 16-bit numbers; half as many prefetches
 constexpr int kValueSums = 16;
+constexpr int kQueryVectors = 4, kQuerySums = 4;
 #else
 constexpr int kManyInputs = 4, kManyRows = 4, kFewRows = 4, kSingleRows = 4;
 constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 8;
+constexpr int kQueryVectors = 2, kQuerySums = 4;
 #endif
 
 template <class Vector>
@@ -49,7 +53,11 @@ LANCEBILL_INLINE Vector vector_at(const void* p) {
   return v;
 }
 
-LANCEBILL_INLINE void store_at(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof v); }
+// Not memcpy, for which GCC 12 takes general registers on aarch64.
+LANCEBILL_INLINE void store_at(float* p, Floats v) {
+  typedef float Anywhere __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+  *reinterpret_cast<Anywhere*>(p) = v;
+}
 LANCEBILL_INLINE Floats spread(float x) { return x - Floats{}; }
 
 // a * b + c, rounded once where the level can. Named, because the compiler may contract an expression in one loop and
@@ -156,6 +164,15 @@ struct StoredF32 {
   static float one(Number x) { return x; }
   static Number stored(float x) { return x; }
 };
+
+template <class Function>
+LANCEBILL_INLINE void with_type(int32_t type, const Function& function) {
+  switch (type) {
+    case LANCEBILL_BF16: return function(StoredBf16{});
+    case LANCEBILL_F16: return function(StoredF16{});
+    default: return function(StoredF32{});
+  }
+}
 
 }  // namespace
 }  // namespace lancebill

@@ -1,10 +1,12 @@
 // What a decode step computes outside quantised matrices, on rows of fp32: norms, dense products, rotary positions,
 // attention. Few rows at a time, so every function reads its weights once and keeps the rows in the first cache.
 //
-// The order of a sum depends neither on the number of rows nor on the threads. (Tiles are another order: tile_dense.h.)
+// The order of a sum depends neither on the number of rows nor on the threads. (Tiles and blocks of queries are
+// other orders: tile_dense.h, attend_block.h.)
 #pragma once
 
 #include "activate.h"
+#include "attend_block.h"
 #include "row_kernels.h"
 #include "row_vectors.h"
 
@@ -12,15 +14,6 @@ namespace lancebill {
 namespace {
 
 constexpr int64_t kPiece = 64;  // keys that are attended to at once
-
-template <class Function>
-LANCEBILL_INLINE void with_type(int32_t type, const Function& function) {
-  switch (type) {
-    case LANCEBILL_BF16: return function(StoredBf16{});
-    case LANCEBILL_F16: return function(StoredF16{});
-    default: return function(StoredF32{});
-  }
-}
 
 // N rows of the matrix times M rows of x.
 template <class Stored, int N, int M>
@@ -244,7 +237,7 @@ void attend(const float* q, int64_t heads, const void* keys, const void* values,
 
 float gated(float x) { return sigmoid(x); }
 
-constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, gated, nullptr};
+constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, attend_block, gated, nullptr};
 
 }  // namespace
 }  // namespace lancebill
