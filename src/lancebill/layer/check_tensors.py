@@ -10,6 +10,7 @@ from torch import Tensor
 from lancebill.errors import LaunchError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+IDS = (torch.int32, torch.int64)
 
 
 def check_dense(**given: object) -> None:
@@ -31,6 +32,28 @@ def check_output(out: Tensor, x: Tensor) -> None:
             expected=f"{list(x.shape)} in {' or '.join(map(str, FLOATS))} on {x.device}, no strides of 0",
             got=f"{list(out.shape)} in {out.dtype} on {out.device}, strides {list(out.stride())}",
         )
+
+
+def check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, top_k: int) -> None:
+    """Raise unless ids and weights are those of the rows of `x`."""
+    shape, device = (x.shape[0], top_k), x.device
+    for name, tensor, dtypes in (("topk_ids", topk_ids, IDS), ("topk_weights", topk_weights, FLOATS)):
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
+            raise LaunchError(
+                f"{name} does not fit",
+                expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {device}",
+                got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
+            )
+
+
+def check_logits(logits: Tensor, most: int, *, fewer: bool, bias: Tensor | None) -> None:
+    """Raise unless a router's logits have `most` columns, or `fewer`: more would select experts that do not exist."""
+    got = logits.shape[-1] if logits.dim() else 0
+    if got > most or (got < most and not fewer):
+        expected = f"[tokens, {most}]"
+        raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
+    if bias is not None and bias.shape != (got,):
+        raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
 
 
 class _NoGradient(torch.autograd.Function):

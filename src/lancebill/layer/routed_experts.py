@@ -22,7 +22,7 @@ from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer import compiled_op
-from lancebill.layer.check_tensors import FLOATS, check_dense, check_output, without_gradient
+from lancebill.layer.check_tensors import check_dense, check_logits, check_output, check_routing, without_gradient
 from lancebill.layer.collect import ExpertCollector, raise_missing
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
 from lancebill.layer.movable_experts import MovableExperts
@@ -41,7 +41,6 @@ from lancebill.split.host_calls import HostCalls
 from lancebill.split.mover import MOVER
 
 ROUTER_ROLES = ("bias", "correction", "table", "scale")
-_ID_DTYPES = (torch.int32, torch.int64)
 
 
 class RoutedExperts(MovableExperts):
@@ -264,7 +263,9 @@ class RoutedExperts(MovableExperts):
         self._check_ready()
         if self.routing is None:
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
-        self._check_logits(router_logits, self.routing.zero_experts)
+        most = self.problem.global_experts + self.routing.zero_experts
+        # Redundant copies of experts have no column.
+        check_logits(router_logits, most, fewer=held["expert_map"] is not None, bias=held["router_bias"])
         if compiling:  # the definition can be traced, a launch cannot
             return route_as_defined(self.routing, router_logits, router, x, input_ids)
         return self.executor.route(self.routing, router_logits, router, x, input_ids)
@@ -349,27 +350,7 @@ class RoutedExperts(MovableExperts):
         self._check_ready()
         check_dense(x=x, topk_ids=topk_ids, topk_weights=topk_weights)
         self._check_input(x)
-        self._check_routing(x, topk_ids, topk_weights)
-
-    def _check_logits(self, logits: Tensor, zero_experts: int) -> None:
-        """Too many columns would select experts that do not exist. Redundant copies of experts have no column."""
-        most, got = self.problem.global_experts + zero_experts, logits.shape[-1] if logits.dim() else 0
-        if got > most or (got < most and self._buffers["expert_map"] is None):
-            expected = f"[tokens, {most}]"
-            raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
-        bias = self._buffers["router_bias"]
-        if bias is not None and bias.shape != (got,):
-            raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
-
-    def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        shape, device = (x.shape[0], self.problem.top_k), x.device
-        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, FLOATS)):
-            if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
-                raise LaunchError(
-                    f"{name} does not fit",
-                    expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {device}",
-                    got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
-                )
+        check_routing(x, topk_ids, topk_weights, self.problem.top_k)
 
 
 class HostExperts(RoutedExperts):
