@@ -3,6 +3,7 @@
 // Written once over a level's vector type `V`. A vector has `V::lanes` output rows: 16, or 8 or 4, where a row block is
 // processed in parts. `V` provides:
 //   rows                      largest number of input rows in one kernel call, 2 to 4
+//   blocks                    row blocks in one kernel call: as many memory streams, or half as many with TABLE4
 //   blocks_at_once(sums)      row blocks that are multiplied together, given the accumulators and other vectors that each
 //                             keeps in registers: 1, 2 or 4
 //   prefetch_twice            prefetch codes to L2, then to L1 (see kFarBytes); false if compute is slower than memory

@@ -13,7 +13,6 @@
 namespace lancebill {
 namespace {
 
-constexpr int kBlocks = 4;           // row blocks per kernel call: a good number of memory streams
 constexpr int kTasksPerThread = 8;   // for load balance
 constexpr int kTasksOfManyRows = 2;  // of the last GEMM: each task touches all rows
 constexpr int64_t kManyRows = 64;
@@ -129,7 +128,7 @@ template <class V, int Blocks, class Results>
 void multiply_all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
                        const Results& results) {
   const Streams s = streams(p, block, next);
-  constexpr int kThree = V::rows > 3 && Blocks == kBlocks ? 3 : 2;  // three rows are common in decode: one pass
+  constexpr int kThree = V::rows > 3 && Blocks == V::blocks ? 3 : 2;  // three rows are common in decode: one pass
   while (slot < end) {
     if (end - slot >= V::rows) {
       slot += multiply_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, results);
@@ -161,9 +160,9 @@ void multiply_blocks(const Call& call, const Packed& p, int64_t low, int64_t hig
   }
   (void)thread;
   int64_t block = low;
-  for (; block + kBlocks <= high; block += kBlocks) {
-    const int64_t following = block + kBlocks < high ? block + kBlocks : next;
-    multiply_all_rows<V, kBlocks>(p, inputs, block, following, slot, end, results);
+  for (; block + V::blocks <= high; block += V::blocks) {
+    const int64_t following = block + V::blocks < high ? block + V::blocks : next;
+    multiply_all_rows<V, V::blocks>(p, inputs, block, following, slot, end, results);
   }
   for (; block < high; block += 2) {  // the last few blocks, in pairs: gate and up stay in one call
     if (block + 2 <= high) {
@@ -266,8 +265,9 @@ void represent_inputs(const Call& call, const Packed& p) {
 }
 
 // Row blocks of an expert per task: about `target`, rounded up to whole kernel calls; all of them with one thread.
-inline int64_t blocks_per_task(const Call& call, const Packed& p, int64_t target) {
-  return call.work->threads == 1 ? p.blocks : round_up(max_of<int64_t>(target, 1), kBlocks);
+template <class V>
+int64_t blocks_per_task(const Call& call, const Packed& p, int64_t target) {
+  return call.work->threads == 1 ? p.blocks : round_up(max_of<int64_t>(target, 1), V::blocks);
 }
 
 // The gate-up GEMM (or up alone) and the activation. A task is a range of row blocks of one expert.
@@ -275,7 +275,7 @@ template <class V>
 void run_first_gemm(const Call& call) {
   const Packed& p = call.first;
   const int64_t target_tasks = int64_t{kTasksPerThread} * call.work->threads;
-  const int64_t task_blocks = blocks_per_task(call, p, call.actives * p.blocks / target_tasks);
+  const int64_t task_blocks = blocks_per_task<V>(call, p, call.actives * p.blocks / target_tasks);
   const int64_t expert_tasks = (p.blocks + task_blocks - 1) / task_blocks, tasks = call.actives * expert_tasks;
   const auto start = [&](int64_t task) {
     return call.active[task / expert_tasks] * int64_t{p.blocks} + task % expert_tasks * task_blocks;
@@ -295,7 +295,7 @@ void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
   const int64_t each = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread, logical = p.matrix->rows;
-  const int64_t unit = V::tiles ? 2 : kBlocks, units = (p.blocks + unit - 1) / unit;
+  const int64_t unit = V::tiles ? 2 : V::blocks, units = (p.blocks + unit - 1) / unit;
   const int64_t tasks = work.threads == 1 ? 1 : min_of(units, each * work.threads);
   parallel(work.threads, tasks, [&](int64_t task, int thread) {
     const int64_t low = units * task / tasks * unit;

@@ -12,6 +12,7 @@ namespace {
 struct Avx2 {
   static constexpr int lanes = 16;
   // A sum takes two registers, and as many for its 16-bit sums.
+  static constexpr int blocks = 4;
   static constexpr int blocks_at_once(int sums) { return sums <= 2 ? 2 : 1; }
   static constexpr bool tiles = false;
   static constexpr bool plain_nibbles = true;

@@ -16,6 +16,7 @@ namespace {
 struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
+  static constexpr int blocks = 4;
   static constexpr int blocks_at_once(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
   static constexpr bool prefetch_twice = true;
   static constexpr bool lane_inputs = false;

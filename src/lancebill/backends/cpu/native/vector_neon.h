@@ -14,6 +14,7 @@ template <int Registers>
 struct NeonVectors {
   static constexpr int lanes = 4 * Registers;
   static constexpr int rows = 4;
+  static constexpr int blocks = 2;
   static constexpr int blocks_at_once(int sums) { return sums * Registers <= 8 ? 2 : 1; }  // half of all registers
   static constexpr bool prefetch_twice = false;
   static constexpr bool lane_inputs = true;

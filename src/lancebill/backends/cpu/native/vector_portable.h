@@ -10,6 +10,7 @@ namespace {
 struct Portable {
   static constexpr int lanes = 4;
   static constexpr int rows = 4;
+  static constexpr int blocks = 4;
   static constexpr int blocks_at_once(int) { return 1; }
   static constexpr bool prefetch_twice = true;
   static constexpr bool lane_inputs = false;
