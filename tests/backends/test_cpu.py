@@ -47,8 +47,11 @@ CASES = {case.name: case for case in judge.cases()}
 BOUNDS = {"bf16": 4e-3, "fp32": 2e-6, "int8": 6e-3}  # a few quantised inputs may round the other way
 IQ4, BYTES = "iq4-g32:fp16", "int8-g128-zp"  # codes and tables of eight bits, with a center and with zero points
 SIX_BITS = ("int6-g16:fp32", "int5-g32-zp")  # four columns of codes in three bytes
+# GGUF's Q4_K and Q6_K: small scales under a factor.
+K_QUANTS = ("uint4-g32:uint6-g256:fp16-min.g32:uint6-min.g256:fp16", "int6-g16:int8-g256:fp16")
 SPECS = (
-    "int4-g16", "int4-g32", "int4-g128-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8-block", IQ4, BYTES, *SIX_BITS
+    "int4-g16", "int4-g32", "int4-g128-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8-block", IQ4, BYTES, *SIX_BITS,
+    *K_QUANTS
 )  # fmt: skip
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native.state().why)
 

@@ -29,6 +29,10 @@ SPECS = (
     "fp8-channel", "fp8-block", "e4m3fnuz-channel", "e3m4-channel", "int4-g256", "int4-g96", "int4-b4x32",
     "int4-g32-zp.g64", "int4-g32-zp:fp16", "int4-g32-channel:fp32", "int4-/g32:fp32",
     "uint4-g32:uint6-g256:fp16-min.g32:uint6-min.g256:fp16", "int4-channel-min.g32:fp16",
+    "uint2-g16:uint4-g256:fp16-min.g16:uint4-min.g256:fp16", "int6-g16:int8-g256:fp16", "iq4-g32:uint6b32-g256:fp16",
+    "iq2-g16:odd4-g256:fp16", "int4-g64:uint6-g64:bf16", "int6-g16:int8-g64:fp32-channel:fp32",
+    "int4-g32:uint6-g128:fp16-zp", "uint4-g32:uint6-g64:fp16-min.g32:uint6-min.g128:fp16", "int4-g32:uint6-g96:fp16",
+    "int4-g32:uint8-g64:fp16",
 )  # fmt: skip
 SIZES = ((64, 256), (48, 160), (24, 96))
 
@@ -79,9 +83,22 @@ def decode_as_in_header(form: CpuForm, shape: MatrixShape, packed: Packed, *, ga
         center = packed["zeros"][0][block, g, r]
     elif form.zero == abi.ZeroKind.OFFSET_F32:
         offset = packed["zeros"][0].view(torch.float32)[block, g, r]
-    scale = group_scales(form.scale, packed)[block, g, r] if form.scale else torch.tensor(1.0)
+    elif form.zero == abi.ZeroKind.OFFSET_I8:
+        offset = with_factors(form, packed["zeros"][0], block, k, r)
+    if form.scale == abi.ScaleKind.I8:
+        scale = with_factors(form, packed["scales"][0], block, k, r)
+    else:
+        scale = group_scales(form.scale, packed)[block, g, r] if form.scale else torch.tensor(1.0)
     factor = packed["row_scale"][0].view(torch.float32)[block * 16 + r] if form.row_scale else torch.tensor(1.0)
     return factor.double() * (scale.double() * values.step * (numbers - center.double()) - offset.double())
+
+
+def with_factors(form: CpuForm, packed: Tensor, block: Tensor, k: Tensor, r: Tensor) -> Tensor:
+    record = packed[block, k // form.factor]
+    group = k % form.factor // form.group
+    number = record.gather(-1, (64 + 16 * group + r).unsqueeze(-1)).squeeze(-1).view(torch.int8)
+    factor = record[..., :64].contiguous().view(torch.float32).gather(-1, (r + 0 * k).unsqueeze(-1)).squeeze(-1)
+    return number.double() * factor.double()
 
 
 def minifloat(code: int, mantissa: int) -> float:
@@ -120,6 +137,21 @@ def test_unpack_is_exact(name: str, gated: bool) -> None:
     for n, k in SIZES:
         layout, shape, weight, packed = packed_weight(parse_spec(name), n, k, gated=gated)
         assert layout.unpack(shape, {key: t[0] for key, t in packed.items()}).equals(weight)
+
+
+K_QUANTS = {
+    "int3-g16:uint6b32-g256:fp16": 4.625, "uint4-g32:uint6-g256:fp16-min.g32:uint6-min.g256:fp16": 4.75,
+    "int6-g16:int8-g256:fp16": 6.625, "iq4-g32:uint6b32-g256:fp16": 4.375,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_small_scales_take_a_byte_and_a_factor(name: str) -> None:
+    """Nothing else is kept: packed, GGUF's K-quants take about as much memory as in their file."""
+    shape = MatrixShape("w13", 64, 512, parse_spec(name))
+    w2 = MatrixShape("w2", 512, 32, DENSE_BF16)
+    layout = CpuLayout(Problem(shape, w2, 1, 1, 1, activations=ACTIVATIONS["bf16"]))
+    assert layout.bytes(shape) * 8 == K_QUANTS[name] * shape.n * shape.k
 
 
 @pytest.mark.parametrize("dtype", [NF4, BNB_FP4, IQ4], ids=str)

@@ -44,7 +44,27 @@ double random_scale(int kind, std::vector<uint8_t>& bytes, size_t index) {
   }
 }
 constexpr double kOffsets = 0.1;
-constexpr int kBytesOfScale[] = {0, 2, 2, 4, 1, 1};
+constexpr int kBytesOfScale[] = {0, 2, 2, 4, 1, 1, 1};
+constexpr int kBytesOfZero[] = {0, 1, 4, 1};
+constexpr double kI8 = 73;  // root mean square of a signed byte
+
+// Groups that share a factor, and the bytes of their record.
+int groups_of_factor(const lancebill_matrix& m) { return m.factor / m.group; }
+size_t record_bytes(const lancebill_matrix& m) { return 64 + size_t(groups_of_factor(m)) * 16; }
+
+// Writes a random signed byte of a group under the factor of its row, which the first group of a record chooses.
+double random_i8(const lancebill_matrix& m, int groups, size_t block, int group, int lane, double size,
+                 std::vector<uint8_t>& bytes) {
+  const int shared = groups_of_factor(m);
+  const size_t records = (groups + shared - 1) / shared;
+  uint8_t* record = bytes.data() + (block * records + group / shared) * record_bytes(m);
+  float factor = static_cast<float>(std::exp(normal() * 0.4) * size / kI8);
+  if (group % shared == 0) std::memcpy(record + 4 * lane, &factor, sizeof factor);
+  std::memcpy(&factor, record + 4 * lane, sizeof factor);
+  const int8_t number = static_cast<int8_t>(pick(-128, 127));
+  record[64 + group % shared * 16 + lane] = static_cast<uint8_t>(number);
+  return static_cast<double>(number) * factor;
+}
 
 void choose_codes(Matrix& w) {
   lancebill_matrix& m = w.abi;
@@ -97,11 +117,11 @@ int random_code(const lancebill_matrix& m) {
 }
 
 double typical_weight(const lancebill_matrix& m) {
-  const double scales[] = {1, 0.02, 0.02, 0.02, 0.01, 60};
+  const double scales[] = {1, 0.02, 0.02, 0.02, 0.01, 60, 0.02};
   double squares = 0;
   const int zero = m.codes == LANCEBILL_BYTE ? 128 : m.codes == LANCEBILL_BITS6 ? 32 : 8;
   for (int i = 0; i < 256; i++) squares += std::pow(code_value(m, random_code(m), zero), 2);
-  return std::sqrt(squares / 256) * scales[m.scale] + (m.zero == LANCEBILL_ZERO_OFFSET_F32 ? kOffsets : 0);
+  return std::sqrt(squares / 256) * scales[m.scale] + (m.zero >= LANCEBILL_ZERO_OFFSET_F32 ? kOffsets : 0);
 }
 
 // Index of a natural row among the packed rows.
@@ -130,6 +150,9 @@ void choose_kinds(Matrix& w) {
   m.group = one_of({16, 32, 64, 128});
   m.scale = one_of({LANCEBILL_SCALE_NONE, LANCEBILL_SCALE_BF16, LANCEBILL_SCALE_F16, LANCEBILL_SCALE_F32,
                     LANCEBILL_SCALE_E8M0, LANCEBILL_SCALE_E4M3});
+  const bool may_be_small = m.codes == LANCEBILL_TABLE4 || m.codes == LANCEBILL_BITS6;
+  if (may_be_small && pick(0, 3) == 0) m.scale = LANCEBILL_SCALE_I8, m.factor = m.group * one_of({1, 2, 8, 16});
+  if (m.factor != 0 && m.zero == LANCEBILL_ZERO_OFFSET_F32) m.zero = LANCEBILL_ZERO_OFFSET_I8;
   m.input = one_of({LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_F16, LANCEBILL_INPUT_F32,
                     LANCEBILL_INPUT_INT8, LANCEBILL_INPUT_E4M3});
   m.input_group = one_of({0, 0, m.group, 2 * m.group});
@@ -142,7 +165,11 @@ void allocate_codes(Matrix& w, const Packing& packing) {
   w.codes.resize(blocks * packing.columns * (packing.nibbles ? 8 : m.codes == LANCEBILL_BITS6 ? 12 : 16));
   for (uint8_t& byte : w.codes) byte = static_cast<uint8_t>(floats ? 0x11 : pick(0, 255));  // padding may hold anything
   w.scales.resize(blocks * packing.groups * 16 * kBytesOfScale[m.scale]);
-  w.zeros.resize(blocks * packing.groups * 16 * (m.zero == LANCEBILL_ZERO_U8 ? 1 : m.zero ? 4 : 0));
+  w.zeros.resize(blocks * packing.groups * 16 * kBytesOfZero[m.zero]);
+  if (m.factor == 0) return;
+  const size_t shared = groups_of_factor(m), records = (packing.groups + shared - 1) / shared;
+  w.scales.resize(blocks * records * record_bytes(m));
+  if (m.zero == LANCEBILL_ZERO_OFFSET_I8) w.zeros.resize(blocks * records * record_bytes(m));
 }
 
 // Chooses which of the optional arrays there are. `row_factor` brings the results for normal inputs near one.
@@ -210,16 +237,22 @@ void fill_row(Matrix& w, const Packing& packing, int expert, int n, const std::v
   if (!w.bias.empty()) w.bias[row] = static_cast<float>(normal());
   for (int g = 0; g < packing.groups; g++) {
     const size_t index = (block * packing.groups + g) * 16 + lane;
-    const double scale = random_scale(m.scale, w.scales, index);
+    const auto i8 = [&](double size, std::vector<uint8_t>& bytes) {
+      return random_i8(m, packing.groups, block, g, lane, size, bytes);
+    };
+    const double scale = m.scale == LANCEBILL_SCALE_I8 ? i8(0.02, w.scales) : random_scale(m.scale, w.scales, index);
     int zero = 0;
-    float offset = 0;
+    double offset = 0;
     if (m.zero == LANCEBILL_ZERO_U8) {
       const int most = packing.nibbles ? 16 : m.codes == LANCEBILL_BITS6 ? 64 : 255;
       zero = w.zeros[index] = static_cast<uint8_t>(pick(0, most));
     }
     if (m.zero == LANCEBILL_ZERO_OFFSET_F32) {
-      store_at(w.zeros, index, offset = static_cast<float>(normal() * kOffsets));
+      const float exact = static_cast<float>(normal() * kOffsets);
+      store_at(w.zeros, index, exact);
+      offset = exact;
     }
+    if (m.zero == LANCEBILL_ZERO_OFFSET_I8) offset = i8(kOffsets, w.zeros);
     for (int k = g * m.group; k < std::min((g + 1) * m.group, w.columns); k++) {
       const int code = random_code(m);
       store_code(w, packing, block, lane, k, code);

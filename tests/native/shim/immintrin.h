@@ -29,6 +29,7 @@ ToVector convert_each(FromVector a) {
   std::memcpy(&result, to, sizeof result);
   return result;
 }
+inline simde__m512i _mm512_cvtepi8_epi32(simde__m128i a) { return convert_each<std::int32_t, std::int8_t, simde__m512i>(a); }
 inline simde__m512i _mm512_cvtepu8_epi32(simde__m128i a) { return convert_each<std::int32_t, std::uint8_t, simde__m512i>(a); }
 inline simde__m512i _mm512_cvtepu16_epi32(simde__m256i a) { return convert_each<std::int32_t, std::uint16_t, simde__m512i>(a); }
 inline simde__m256i _mm512_cvtepi32_epi16(simde__m512i a) { return convert_each<std::uint16_t, std::uint32_t, simde__m256i>(a); }

@@ -104,8 +104,8 @@ def with_layout(work: abi.WorkStruct, layout: RoutingLayout) -> abi.WorkStruct:
 def _matrix(shape: MatrixShape, form: CpuForm, packed: Packed) -> abi.MatrixStruct:
     values = form.values
     matrix = abi.MatrixStruct(
-        shape.n, shape.k, form.group, values.codes, form.scale, form.zero, values.center, values.mantissa, values.step,
-        values.table or (0,) * 16,
+        shape.n, shape.k, form.group, form.factor, values.codes, form.scale, form.zero, values.center, values.mantissa,
+        values.step, values.table or (0,) * 16,
     )  # fmt: skip
     matrix.code_bytes = packed["codes"].data_ptr()
     matrix.scale_bytes, matrix.zero_bytes = _pointer(packed, "scales"), _pointer(packed, "zeros")

@@ -2,8 +2,8 @@
 
 Types of up to 4 bits become a table of 16 integers times one step. Larger integers need no table: those of 5 and 6
 bits take six, others a byte. Minifloats of 5 to 8 bits are stored as 8-bit minifloats, whose bits the kernels only
-shift. Scales of whole rows are multiplied into one factor per row; all other levels become one scale and one zero per
-group and row.
+shift. Scales of whole rows are multiplied into one factor per row. Small integers under a float stay two levels; all
+other levels become one scale and one zero per group and row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from lancebill.backends.base import NoForm, Reason
 from lancebill.backends.cpu.native import abi
+from lancebill.backends.cpu.records import fit_records
 from lancebill.moe.layout import MatrixShape
 from lancebill.numbers.dtypes import (
     BF16,
@@ -45,9 +46,11 @@ _ONE_LOOKUP, _TWO_LOOKUPS = 127, 16383  # largest table entry for one and for tw
 # Significant bits that a scale adds to a weight: none for powers of two.
 _SCALE_BITS = {
     abi.ScaleKind.NONE: 0, abi.ScaleKind.E8M0: 0, abi.ScaleKind.E4M3: 4, abi.ScaleKind.BF16: 8,
-    abi.ScaleKind.F16: 11, abi.ScaleKind.F32: 24,
+    abi.ScaleKind.F16: 11, abi.ScaleKind.F32: 24, abi.ScaleKind.I8: 24,
 }  # fmt: skip
 _LONG_ROW = 256  # columns
+_CODES_OF_RECORDS = (abi.Codes.TABLE4, abi.Codes.BITS6)
+OFFSETS = (abi.ZeroKind.OFFSET_F32, abi.ZeroKind.OFFSET_I8)
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,25 @@ class Values:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Two levels that the kernels read as small integers under a factor: see `records.py`."""
+
+    name: str  # of the packed tensor
+    number: int  # indices of the levels
+    factor: int
+
+
+@dataclass(frozen=True)
 class CpuForm:
     """The form of one packed matrix and its inputs."""
 
     values: Values
     group: int
+    factor: int  # columns that share a factor; 0: there are no records
     scale: abi.ScaleKind
     zero: abi.ZeroKind
     row_scale: bool
+    records: tuple[Record, ...]
     kept: tuple[int, ...]  # levels that the kernels' arrays do not preserve; stored separately for `unpack`
     input: abi.Input
     input_group: int
@@ -89,17 +103,42 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> CpuForm:
     inner = [level for level in spec.scales if level.block[1] != ALL]
     zero = _zero_kind(spec, values)
     native = len(inner) == 1 and inner[0].op == MUL and inner[0].dtype in _SCALE_KINDS and not spec.minimum
+    records = _records(spec, zero, group) if values.codes in _CODES_OF_RECORDS else ()
     if native:
         scale = _SCALE_KINDS[inner[0].dtype]
+    elif records:
+        scale, zero = abi.ScaleKind.I8, abi.ZeroKind.OFFSET_I8 if spec.minimum else zero
     else:
         scale = abi.ScaleKind.F32 if inner or spec.minimum else abi.ScaleKind.NONE
+    factor = spec.levels[records[0].factor].block[1] if records else 0
     preserved = {spec.levels.index(inner[0])} if native else set()
+    preserved |= {index for record in records for index in (record.number, record.factor)}
     if zero == abi.ZeroKind.U8:
         preserved.add(len(spec.scales))
     row_scale = len(inner) < len(spec.scales) and not spec.minimum
     kept = tuple(i for i in range(len(spec.levels)) if i not in preserved)
     tiles = _exact_in_bf16(values, scale, zero) or _close_in_bf16(shape, values, zero, kind)
-    return CpuForm(values, group, scale, zero, row_scale, kept, kind, input_group, tiles)
+    return CpuForm(values, group, factor, scale, zero, row_scale, records, kept, kind, input_group, tiles)
+
+
+def _records(spec: QuantSpec, zero: abi.ZeroKind, group: int) -> tuple[Record, ...]:
+    """The records of the scales, and of the minima if there are any; none unless all of them fit."""
+    scales = [(i, scale) for i, scale in enumerate(spec.scales) if scale.block[1] != ALL]
+    first = len(spec.levels) - len(spec.minimum)
+    pairs = {"scales": scales} | ({"zeros": list(enumerate(spec.minimum, first))} if spec.minimum else {})
+    if not all(_fit_records([level for _, level in pair]) for pair in pairs.values()):
+        return ()
+    if zero == abi.ZeroKind.OFFSET_F32 and (spec.zero is not None or len(scales) < len(spec.scales)):
+        return ()  # the offset is more than the minimum
+    widths = {factor.block[1] // group for _, (_, factor) in pairs.values()}
+    if len(widths) > 1 or any(groups & (groups - 1) for groups in widths):
+        return ()
+    return tuple(Record(name, number, factor) for name, ((number, _), (factor, _)) in pairs.items())
+
+
+def _fit_records(levels: list[Scale]) -> bool:
+    pair = len(levels) == 2 and all(level.op == MUL for level in levels)
+    return pair and fit_records(levels[0].dtype, levels[1].dtype)
 
 
 def _exact_in_bf16(values: Values, scale: abi.ScaleKind, zero: abi.ZeroKind) -> bool:
@@ -112,7 +151,7 @@ def _exact_in_bf16(values: Values, scale: abi.ScaleKind, zero: abi.ZeroKind) -> 
         bits = max(values.table).bit_length()
     else:
         bits = max(_significant(entry - values.center) for entry in values.table)
-    return zero != abi.ZeroKind.OFFSET_F32 and bits + _SCALE_BITS[scale] <= 8
+    return zero not in OFFSETS and bits + _SCALE_BITS[scale] <= 8
 
 
 def _close_in_bf16(shape: MatrixShape, values: Values, zero: abi.ZeroKind, kind: abi.Input) -> bool:
@@ -121,7 +160,7 @@ def _close_in_bf16(shape: MatrixShape, values: Values, zero: abi.ZeroKind, kind:
     Not with quantised inputs or tables of more than 7 bits, where the rounding would dominate the error.
     """
     large_table = max(values.table, default=0) > _ONE_LOOKUP
-    return kind == abi.Input.BF16 and zero != abi.ZeroKind.OFFSET_F32 and not large_table and shape.k >= _LONG_ROW
+    return kind == abi.Input.BF16 and zero not in OFFSETS and not large_table and shape.k >= _LONG_ROW
 
 
 def _significant(number: int) -> int:

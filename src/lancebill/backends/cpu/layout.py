@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from lancebill.backends.cpu.form import CpuForm, matrix_form, padded_columns
+from lancebill.backends.cpu.form import CpuForm, Record, matrix_form, padded_columns
+from lancebill.backends.cpu.group_numbers import repeat_to_groups, row_scale, scale_product
 from lancebill.backends.cpu.native import abi, library
 from lancebill.backends.cpu.native.packing import can_pack, pack_codes, pack_groups
+from lancebill.backends.cpu.records import FACTOR_BYTES, from_bytes, join_records, record_bytes, split_records, to_bytes
 from lancebill.backends.cpu.unpack_on_gpu import unpack_nibbles
 from lancebill.errors import BadValue
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_column, as_integer, bias_of, order_of
@@ -27,7 +29,7 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.dtypes import E4M3, ZERO16, DType
 from lancebill.numbers.scan import all_finite, contains_any
-from lancebill.numbers.spec import ALL, DIV, Level, Scale
+from lancebill.numbers.spec import ALL, Level
 from lancebill.numbers.weight import LogicalWeight
 
 BLOCK = 16
@@ -36,6 +38,7 @@ _SCALE_BYTES = {
     abi.ScaleKind.BF16: torch.int16, abi.ScaleKind.F16: torch.int16, abi.ScaleKind.F32: torch.int32,
     abi.ScaleKind.E8M0: torch.uint8, abi.ScaleKind.E4M3: torch.uint8,
 }  # fmt: skip
+_ZERO_BYTES = {abi.ZeroKind.U8: torch.uint8, abi.ZeroKind.OFFSET_F32: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,13 @@ class CpuLayout(Layout):
         groups = (n // BLOCK, k // form.group, BLOCK)
         code_bytes = BLOCK * k * 6 // 8 if form.values.codes == abi.Codes.BITS6 else BLOCK * k
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, code_bytes), torch.uint8)}
-        if form.scale != abi.ScaleKind.NONE:
+        if form.scale in _SCALE_BYTES:
             tensors["scales"] = groups, _SCALE_BYTES[form.scale]
-        if form.zero != abi.ZeroKind.NONE:
-            tensors["zeros"] = groups, torch.uint8 if form.zero == abi.ZeroKind.U8 else torch.int32
+        if form.zero in _ZERO_BYTES:
+            tensors["zeros"] = groups, _ZERO_BYTES[form.zero]
+        for record in form.records:
+            size = record_bytes(form.factor // form.group)
+            tensors[record.name] = (n // BLOCK, self._records(shape, form), size), torch.uint8
         if form.row_scale:
             tensors["row_scale"] = (n,), torch.int32
         for place, index in enumerate(form.kept):
@@ -91,12 +97,14 @@ class CpuLayout(Layout):
         form = self.form(shape)
         _require_finite_levels(weight)
         self._write_codes(shape, form, weight, out["codes"])
-        if form.scale != abi.ScaleKind.NONE:
+        for record in form.records:
+            self._write_records(shape, form, record, weight, out[record.name])
+        if form.scale in _SCALE_BYTES:
             self._write_groups(shape, form, self._scales(shape, form, weight), out["scales"])
-        if form.zero != abi.ZeroKind.NONE:
+        if form.zero in _ZERO_BYTES:
             self._write_groups(shape, form, self._zeros(shape, form, weight), out["zeros"])
         if form.row_scale:
-            out["row_scale"].copy_(as_integer(self._place(shape, _row_scale(shape, weight)).squeeze(-1)))
+            out["row_scale"].copy_(as_integer(self._place(shape, row_scale(shape, weight)).squeeze(-1)))
         for place, index in enumerate(form.kept):
             out[f"kept{place}"].copy_(as_integer(weight.levels()[index][1]))
         if shape.bias:
@@ -109,11 +117,16 @@ class CpuLayout(Layout):
         levels: list[Tensor | None] = [None] * len(spec.levels)
         for place, index in enumerate(form.kept):
             levels[index] = packed[f"kept{place}"].view(spec.levels[index].dtype.storage)
+        for record in form.records:
+            numbers, factors = (self._take(shape, rows) for rows in split_records(packed[record.name]))
+            number, factor = spec.levels[record.number], spec.levels[record.factor]
+            levels[record.number] = from_bytes(number.dtype, self._blocks(shape, form.group, number, numbers))
+            levels[record.factor] = self._blocks(shape, form.factor, factor, factors).to(factor.dtype.storage)
         for index, level in enumerate(spec.levels):
             if levels[index] is None:
                 name = "zeros" if level is spec.zero else "scales"
                 values = self._take(shape, packed[name].transpose(-1, -2).flatten(-3, -2))
-                levels[index] = self._block_numbers(shape, form, level, values)
+                levels[index] = _stored_numbers(form, level, self._blocks(shape, form.group, level, values))
         complete = [level for level in levels if level is not None]
         scales, zero = len(spec.scales), int(spec.zero is not None)
         return LogicalWeight(
@@ -165,7 +178,30 @@ class CpuLayout(Layout):
         else:
             out.copy_(_by_group(self._place(shape, numbers, k // form.group)))
 
+    def _write_records(
+        self, shape: MatrixShape, form: CpuForm, record: Record, weight: LogicalWeight, out: Tensor
+    ) -> None:
+        """Small integers of groups under the factors of rows."""
+        level, codes = weight.levels()[record.number]
+        numbers = repeat_to_groups(shape, form.group, level, to_bytes(level.dtype, codes))
+        level, stored = weight.levels()[record.factor]
+        factors = repeat_to_groups(shape, form.factor, level, stored.float())
+        records, groups = self._records(shape, form), form.factor // form.group
+        native = library()
+        if native is not None and can_pack(numbers, out):
+            write = partial(pack_groups, native, out=out, gated=self._gated(shape))
+            write(factors, padded=(self.padded(shape)[0], records), gap=groups * BLOCK)
+            bytes_of = self.padded(shape)[0], records * groups
+            write(numbers, padded=bytes_of, start=FACTOR_BYTES, record=groups, gap=FACTOR_BYTES)
+        else:
+            placed = self._place(shape, numbers, records * groups), self._place(shape, factors, records)
+            out.copy_(join_records(*placed))
+
     # ------------------------------------------------------------ rows and columns
+
+    def _records(self, shape: MatrixShape, form: CpuForm) -> int:
+        """Records of a row block: enough for all columns."""
+        return -(-self.padded(shape)[1] // form.factor)
 
     def _gated(self, shape: MatrixShape) -> bool:
         return self.problem.is_gated(shape.name)
@@ -193,76 +229,40 @@ class CpuLayout(Layout):
         inner = [(level, t) for level, t in zip(shape.spec.scales, weight.scales) if level.block[1] != ALL]
         if form.scale != abi.ScaleKind.F32 or (len(inner) == 1 and 0 not in form.kept):
             level, stored = inner[0]
-            return as_integer(_repeat_to_groups(shape, form, level, stored))
+            return as_integer(repeat_to_groups(shape, form.group, level, stored))
         levels = list(zip(shape.spec.scales, weight.scales)) if shape.spec.minimum else inner
-        return as_integer(_scale_product(shape, form, levels))
+        return as_integer(scale_product(shape, form.group, levels))
 
     def _zeros(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
         """[N, groups]: bytes in units of the table, or fp32 offsets that are subtracted after scaling."""
         spec = shape.spec
         offset = torch.zeros(shape.n, 1, device=weight.device)
         if spec.zero is not None and weight.zero is not None:
-            zero = _repeat_to_groups(shape, form, spec.zero, weight.zero)
+            zero = repeat_to_groups(shape, form.group, spec.zero, weight.zero)
             if form.zero == abi.ZeroKind.U8:
                 return (zero + form.values.center).to(torch.uint8)
             inner = [(level, t) for level, t in zip(spec.scales, weight.scales) if level.block[1] != ALL]
-            offset = zero.float() * _scale_product(shape, form, inner)
+            offset = zero.float() * scale_product(shape, form.group, inner)
         if spec.minimum:
-            offset = offset + _scale_product(shape, form, list(zip(spec.minimum, weight.minimum)))
+            offset = offset + scale_product(shape, form.group, list(zip(spec.minimum, weight.minimum)))
         return as_integer(offset.expand(*weight.lead, shape.n, -(-shape.k // form.group)).contiguous())
 
-    def _block_numbers(self, shape: MatrixShape, form: CpuForm, level: Level, values: Tensor) -> Tensor:
-        """The stored numbers of a level, given the numbers of all packed groups."""
+    def _blocks(self, shape: MatrixShape, group: int, level: Level, values: Tensor) -> Tensor:
+        """The numbers of a level, given one for every row and `group` columns."""
         rows, columns = level.block
         blocks = level.shape(shape.n, shape.k)
-        chosen = values[..., :: rows or shape.n, :: columns // form.group or values.shape[-1]]
-        chosen = chosen[..., : blocks[0], : blocks[1]].clone(memory_format=torch.contiguous_format)
-        if level.dtype == ZERO16:
-            return (chosen.int() - form.values.center).to(torch.int16)
-        return chosen.view(level.dtype.storage)
+        chosen = values[..., :: rows or shape.n, :: columns // group or values.shape[-1]]
+        return chosen[..., : blocks[0], : blocks[1]].clone(memory_format=torch.contiguous_format)
+
+
+def _stored_numbers(form: CpuForm, level: Level, numbers: Tensor) -> Tensor:
+    if level.dtype == ZERO16:
+        return (numbers.int() - form.values.center).to(torch.int16)
+    return numbers.view(level.dtype.storage)
 
 
 def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
-
-
-def _repeat_to_groups(shape: MatrixShape, form: CpuForm, level: Level, stored: Tensor) -> Tensor:
-    """The numbers of a level, repeated for every row and packed group."""
-    stored, columns = _repeat_to_rows(shape, level, stored), level.block[1]
-    count = -(-shape.k // form.group)
-    if columns == ALL:
-        return stored.expand(*stored.shape[:-1], count).contiguous()
-    repeats = columns // form.group
-    return (stored if repeats == 1 else stored.repeat_interleave(repeats, dim=-1))[..., :count].contiguous()
-
-
-def _repeat_to_rows(shape: MatrixShape, level: Level, stored: Tensor) -> Tensor:
-    rows = level.block[0]
-    if rows == 1:
-        return stored
-    if rows == ALL:
-        return stored.expand(*stored.shape[:-2], shape.n, stored.shape[-1])
-    return stored.repeat_interleave(rows, dim=-2)[..., : shape.n, :]
-
-
-def _scale_product(shape: MatrixShape, form: CpuForm, levels: list[tuple[Scale, Tensor]]) -> Tensor:
-    """The product of scale levels, fp32 [..., N, groups]; 1 if there are none."""
-    product = torch.ones(shape.n, -(-shape.k // form.group))
-    for level, stored in levels:
-        numbers = _repeat_to_groups(shape, form, level, level.dtype.decode(stored))
-        product = product.to(stored.device)
-        product = product / numbers if level.op == DIV else product * numbers
-    return product
-
-
-def _row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
-    """fp32 [..., N, 1]: the product of all scales that cover whole rows."""
-    product = torch.ones(shape.n, 1, device=weight.device)
-    for level, stored in zip(shape.spec.scales, weight.scales):
-        if level.block[1] == ALL:
-            numbers = _repeat_to_rows(shape, level, level.dtype.decode(stored))
-            product = product / numbers if level.op == DIV else product * numbers
-    return product
 
 
 # ------------------------------------------------------------ codes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 11
+ABI = 12
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -28,14 +28,16 @@ class ScaleKind(IntEnum):
     F32 = 3
     E8M0 = 4
     E4M3 = 5
+    I8 = 6
 
 
 class ZeroKind(IntEnum):
-    """Type of the zero point: a byte subtracted before scaling, or a float subtracted after it."""
+    """Type of the zero point: a byte subtracted before scaling, or an offset subtracted after it."""
 
     NONE = 0
     U8 = 1
     OFFSET_F32 = 2
+    OFFSET_I8 = 3
 
 
 class Input(IntEnum):
@@ -116,6 +118,7 @@ class MatrixStruct(Structure):
         ("rows", c_int32),
         ("columns", c_int32),
         ("group", c_int32),
+        ("factor", c_int32),
         ("codes", c_int32),
         ("scale", c_int32),
         ("zero", c_int32),

@@ -7,6 +7,7 @@
 //   step_lines   cache lines that hold them, of which `prefetch_lines` are prefetched at once
 //   load         the bytes of one of these units
 //   held_lines   lines that stay in registers until their last unit is decoded
+//   small_scales scales may be small integers under factors (I8)
 //   short_sums   products are first summed in 16 bits
 //   whole_bytes  the odd block is not decoded: its sums come from those of the whole bytes (see GroupSums)
 #pragma once
@@ -55,6 +56,7 @@ struct WholeUnits {
 template <class V, int Planes, bool Short = false>
 struct Nibbles : WholeUnits<V, Short ? 4 : 2> {
   static constexpr int blocks = 2, planes = Planes;
+  static constexpr bool small_scales = true;
   static constexpr bool short_sums = Short, whole_bytes = false;
   typename V::Table tables[Planes];
 
@@ -71,6 +73,7 @@ struct Nibbles : WholeUnits<V, Short ? 4 : 2> {
 template <class V>
 struct PlainNibbles : WholeUnits<V, V::short_sums ? 8 : 2> {
   static constexpr int blocks = 2, planes = 1;
+  static constexpr bool small_scales = true;
   static constexpr bool short_sums = V::short_sums, whole_bytes = V::whole_bytes;
 
   explicit PlainNibbles(const Packed&) {}
@@ -89,6 +92,7 @@ struct PlainNibbles : WholeUnits<V, V::short_sums ? 8 : 2> {
 template <class V>
 struct Bytes : WholeUnits<V, 2> {
   static constexpr int blocks = 1, planes = V::split_bytes ? 2 : 1;
+  static constexpr bool small_scales = false;
   static constexpr bool short_sums = false, whole_bytes = false;
 
   explicit Bytes(const Packed&) {}
@@ -104,6 +108,7 @@ struct Bytes : WholeUnits<V, 2> {
 template <class V>
 struct SixBits {
   static constexpr int blocks = 1, planes = 1;
+  static constexpr bool small_scales = true;
   static constexpr int step_units = kSixBitUnits, step_lines = kSixBitLines, prefetch_lines = kSixBitLines;
   static constexpr int held_lines = kSixBitLines;
   static constexpr bool short_sums = false, whole_bytes = false;

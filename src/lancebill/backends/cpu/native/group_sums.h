@@ -77,9 +77,9 @@ struct GroupSums {
   }
 
   static LANCEBILL_INLINE I32 zero(const Packed& p, const uint8_t* zeros, int b, int part) {
-    I32 own = V::zeros(zeros + b * p.zero_block, part);
+    I32 own = V::zeros(zeros + b * p.zero.block, part);
     if constexpr (V::signed_codes) own = V::add(own, V::broadcast(-code_bias<V>(p)));
-    return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero_block, part), V::template shift_left<4>(own)) : own;
+    return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero.block, part), V::template shift_left<4>(own)) : own;
   }
 
   // Adds the products of a group. `lines`: its first codes, `bytes` of them per strip; `x`: each row's inputs of this

@@ -235,7 +235,7 @@ void write_planes(const Packed& p, float* values, const float* scales, int64_t b
 inline void write_floats(const Packed& p, const float* values, uint8_t* record) {
   std::memcpy(record, values, sizeof(float) * p.columns);
   float* sums = reinterpret_cast<float*>(record) + p.columns;
-  if (p.matrix->zero != LANCEBILL_ZERO_OFFSET_F32) return;  // nothing reads the sums
+  if (!p.has_offsets()) return;  // nothing reads the sums
   for (int64_t g = 0; g < p.groups; g++) {
     sums[g] = 0;
     for (int64_t k = 0; k < p.matrix->group; k++) sums[g] += values[g * p.matrix->group + k];

@@ -19,7 +19,7 @@
 //   plain_nibbles             low_nibbles and high_nibbles give 4-bit integers without a table
 //   low_six, top_pairs        6-bit codes: the low six bits of bytes; the top two bits of three bytes as one code
 //   whole_bytes               with several blocks at once: derive the sums of high nibbles from sums of whole bytes
-//   scales, zeros, floats, Minifloat        decode per-row numbers from their stored bytes
+//   scales, zeros, floats, signed_bytes, Minifloat  decode per-row numbers from their stored bytes
 #pragma once
 
 #include "group_codes.h"
@@ -66,6 +66,11 @@ LANCEBILL_INLINE void store_totals(const typename V::F32 (&total)[Blocks][Parts]
       for (int r = 0; r < Rows; r++) V::store(out[r][b] + part * V::lanes, total[b][part][r]);
 }
 
+// The factors of a record, in the first row block.
+struct Factors {
+  const uint8_t *scales, *zeros;
+};
+
 // Read positions of the current group; `advance` moves them to the next group.
 template <int InputPlanes, int Rows>
 struct GroupCursor {
@@ -85,38 +90,66 @@ struct GroupCursor {
   template <int Blocks>
   LANCEBILL_INLINE void prefetch_scales(const Packed& p, const Streams& s) const {
     if (scales_read % kUnit == 0 && p.matrix->scale != LANCEBILL_SCALE_NONE) {  // once per cache line
-      const uint8_t* later = prefetch_address(s.scales, s.next_scales, scales_read, kScalePrefetch, p.scale_block);
-      LANCEBILL_EACH(b, Blocks) __builtin_prefetch(later + b * p.scale_block);
+      const uint8_t* later = prefetch_address(s.scales, s.next_scales, scales_read, kScalePrefetch, p.scale.block);
+      LANCEBILL_EACH(b, Blocks) __builtin_prefetch(later + b * p.scale.block);
     }
     if (zeros_read % kUnit == 0 && p.matrix->zero != LANCEBILL_ZERO_NONE) {
-      const uint8_t* later = prefetch_address(s.zeros, s.next_zeros, zeros_read, kScalePrefetch, p.zero_block);
-      LANCEBILL_EACH(b, Blocks) __builtin_prefetch(later + b * p.zero_block);
+      const uint8_t* later = prefetch_address(s.zeros, s.next_zeros, zeros_read, kScalePrefetch, p.zero.block);
+      LANCEBILL_EACH(b, Blocks) __builtin_prefetch(later + b * p.zero.block);
     }
   }
 
   LANCEBILL_INLINE void advance(const Packed& p, int64_t code_bytes) {
     codes += code_bytes;
-    scales += p.scale_row;
-    scales_read += p.scale_row;
-    zeros += p.zero_row;
-    zeros_read += p.zero_row;
+    scales += p.scale.row;
+    scales_read += p.scale.row;
+    zeros += p.zero.row;
+    zeros_read += p.zero.row;
     LANCEBILL_EACH(r, Rows) {
       x[r] += InputPlanes * p.matrix->group;
       groups[r]++;
     }
   }
+
+  // At the start of a record: moves to its first group, and returns where the factors are.
+  LANCEBILL_INLINE Factors skip_factors(const Packed& p) {
+    const Factors factors = {scales, zeros};
+    scales += p.scale.factors;
+    scales_read += p.scale.factors;
+    zeros += p.zero.factors;
+    zeros_read += p.zero.factors;
+    return factors;
+  }
 };
 
 // total -= offset * sum of the group's inputs.
-template <class V, class Cursor, int Blocks, int Parts, int Rows>
+template <class V, bool SmallOffsets, class Cursor, int Blocks, int Parts, int Rows>
 LANCEBILL_INLINE void subtract_offsets(const Packed& p, const Cursor& at,
                                        typename V::F32 (&total)[Blocks][Parts][Rows]) {
   for (int b = 0; b < Blocks; b++)
-    for (int part = 0; part < Parts; part++)
+    for (int part = 0; part < Parts; part++) {
+      const uint8_t* stored = at.zeros + b * p.zero.block;
+      const typename V::F32 offset = SmallOffsets ? V::signed_bytes(stored, part) : V::floats(stored, part);
       for (int r = 0; r < Rows; r++) {
         typename V::F32& sum = total[b][part][r];
-        sum = V::fma(V::floats(at.zeros + b * p.zero_block, part), V::spread(-at.groups[r]->sum), sum);
+        sum = V::fma(offset, V::spread(-at.groups[r]->sum), sum);
       }
+    }
+}
+
+// total += factor * sum; sum = 0. `factors`: those of the first row block; others are `block` bytes apart.
+template <class V, int Blocks, int Parts, int Rows>
+LANCEBILL_INLINE void add_with_factors(const uint8_t* factors, int64_t block,
+                                       typename V::F32 (&sums)[Blocks][Parts][Rows],
+                                       typename V::F32 (&total)[Blocks][Parts][Rows]) {
+  for (int b = 0; b < Blocks; b++)
+    for (int part = 0; part < Parts; part++) {
+      const typename V::F32 factor = V::floats(factors + b * block, part);
+      for (int r = 0; r < Rows; r++) {
+        total[b][part][r] = V::fma(sums[b][part][r], factor, total[b][part][r]);
+        sums[b][part][r] = V::zero();
+      }
+    }
 }
 
 // A compile-time number as a lambda argument.
@@ -125,8 +158,9 @@ struct Constant {
   constexpr operator int() const { return Value; }
 };
 
-// out[row][block][16] = `Blocks` row blocks times `Rows` input rows, before row scales.
-template <class V, class Code, int InputPlanes, int Blocks, int Rows>
+// out[row][block][16] = `Blocks` row blocks times `Rows` input rows, before row scales. `Small`: scales and offsets are
+// small integers; the sums of a record are multiplied with the factors of their rows.
+template <class V, class Code, int InputPlanes, bool Small, int Blocks, int Rows>
 __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, Records<Rows> records,
                                             float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
@@ -137,11 +171,14 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
   const int64_t piece = m.group / kUnitColumns * kUnit / Code::step_units * Code::step_lines;
   const PrefetchCursor prefetch(p, s, piece);
   const Code code(p);
-  F32 total[Blocks][kParts][Rows];
+  F32 total[Blocks][kParts][Rows], sums[Blocks][kParts][Rows], offsets[Blocks][kParts][Rows];  // the last two: if Small
   clear_totals<V>(total);
+  if constexpr (Small) clear_totals<V>(sums), clear_totals<V>(offsets);
+  F32(&scaled)[Blocks][kParts][Rows] = Small ? sums : total;
   PrefetchPoint point = prefetch.at(0);
   GroupCursor<InputPlanes, Rows> at(p, s, records);
-  for (int32_t g = 0; g < p.groups; g++) {
+  // The products of one group.
+  const auto add_group = [&]() __attribute__((always_inline)) {
     at.template prefetch_scales<Blocks>(p, s);
     // Multiplies `kBlocksAtOnce` blocks from block `b` on, which is block `in_strip` of its strip.
     const auto multiply_from = [&](int b, auto in_strip) __attribute__((always_inline)) {
@@ -149,17 +186,22 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
         using Group = GroupSums<V, Code, InputPlanes, in_strip, kBlocksAtOnce, Rows>;
         constexpr int kLines = Code::prefetch_lines * kBlocksAtOnce / Code::blocks;
         Group group;
-        group.start(p, m.zero == LANCEBILL_ZERO_U8 ? at.zeros + b * p.zero_block : nullptr, part, at.groups);
+        group.start(p, m.zero == LANCEBILL_ZERO_U8 ? at.zeros + b * p.zero.block : nullptr, part, at.groups);
         const uint8_t* lines = at.codes + b / Code::blocks * p.strip_bytes + part * Group::kPartBytes;
         const PrefetchSteps<V, kStrips, kLines> steps(point, p.strip_bytes, b / kBlocksAtOnce,
                                                       piece / (Code::prefetch_lines * kUnit));
         group.add(p, code, lines, piece, steps, part == 0, at.x);
         F32 scale[kBlocksAtOnce];
-        load_scales<V>(m.scale, at.scales + b * p.scale_block, p.scale_block, part, scale);
+        const uint8_t* scales = at.scales + b * p.scale.block;
+        if constexpr (Small) {
+          LANCEBILL_EACH(i, kBlocksAtOnce) scale[i] = V::signed_bytes(scales + i * p.scale.block, part);
+        } else {
+          load_scales<V>(m.scale, scales, p.scale.block, part, scale);
+        }
         LANCEBILL_EACH(i, kBlocksAtOnce) {
           if (Group::is_whole(i)) scale[i] = V::mul(scale[i], V::spread(1.0f / 16));
           LANCEBILL_EACH(r, Rows) {
-            F32& sum = total[b + i][part][r];
+            F32& sum = scaled[b + i][part][r];
             sum = V::fma(group.value(i, r), V::mul(scale[i], V::spread(at.groups[r]->scale)), sum);
           }
         }
@@ -170,9 +212,19 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
       multiply_from(b, Constant<0>());
       if constexpr (kBlocksAtOnce < Code::blocks) multiply_from(b + 1, Constant<1>());
     }
-    if (m.zero == LANCEBILL_ZERO_OFFSET_F32) subtract_offsets<V>(p, at, total);
+    if (p.has_offsets()) subtract_offsets<V, Small>(p, at, Small ? offsets : total);
     point = prefetch.next(point);
     at.advance(p, piece);
+  };
+  for (int32_t first = 0; first < p.groups; first += p.record_groups) {
+    if constexpr (Small) at.template prefetch_scales<Blocks>(p, s);  // the factors
+    const Factors factors = at.skip_factors(p);
+    const int32_t end = min_of(first + p.record_groups, p.groups);
+    for (int32_t g = first; g < end; g++) add_group();
+    if constexpr (Small) {
+      add_with_factors<V>(factors.scales, p.scale.block, sums, total);
+      if (p.has_offsets()) add_with_factors<V>(factors.zeros, p.zero.block, offsets, total);
+    }
   }
   store_totals<V>(total, out);
 }
@@ -208,14 +260,14 @@ __attribute__((noinline)) void float_gemm(const Packed& p, const Streams& s, Rec
             }
           }
         }
-        const uint8_t* scales = s.scales + b * p.scale_block + g * p.scale_row;
+        const uint8_t* scales = s.scales + b * p.scale.block + g * p.scale.row;
         const F32 scale = V::mul(V::scales(m.scale, scales, part), minifloat.unit);
         for (int r = 0; r < Rows; r++) {
           F32& sum = total[b][part][r];
           sum = V::fma(V::sum(sums[r][0], sums[r][1]), scale, sum);
-          if (m.zero == LANCEBILL_ZERO_OFFSET_F32) {
+          if (p.has_offsets()) {
             const float x = reinterpret_cast<const float*>(records[r])[p.columns + g];
-            sum = V::fma(V::floats(s.zeros + b * p.zero_block + g * p.zero_row, part), V::spread(-x), sum);
+            sum = V::fma(V::floats(s.zeros + b * p.zero.block + g * p.zero.row, part), V::spread(-x), sum);
           }
         }
       }
@@ -224,13 +276,21 @@ __attribute__((noinline)) void float_gemm(const Packed& p, const Streams& s, Rec
   store_totals<V>(total, out);
 }
 
+template <class V, class Code, bool Small, int Blocks, int Rows>
+void gemm_of_scales(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
+  switch (planes_of(p)) {
+    case 1: return integer_gemm<V, Code, 1, Small, Blocks, Rows>(p, s, records, out);
+    case 2: return integer_gemm<V, Code, 2, Small, Blocks, Rows>(p, s, records, out);
+    default: return integer_gemm<V, Code, 3, Small, Blocks, Rows>(p, s, records, out);
+  }
+}
+
 template <class V, class Code, int Blocks, int Rows>
 void gemm_of_codes(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
-  switch (planes_of(p)) {
-    case 1: return integer_gemm<V, Code, 1, Blocks, Rows>(p, s, records, out);
-    case 2: return integer_gemm<V, Code, 2, Blocks, Rows>(p, s, records, out);
-    default: return integer_gemm<V, Code, 3, Blocks, Rows>(p, s, records, out);
+  if constexpr (Code::small_scales) {
+    if (p.matrix->scale == LANCEBILL_SCALE_I8) return gemm_of_scales<V, Code, true, Blocks>(p, s, records, out);
   }
+  gemm_of_scales<V, Code, false, Blocks>(p, s, records, out);
 }
 
 // The vectors of a level for a number of input rows.

@@ -174,8 +174,8 @@ void lancebill_host_call(void* given) {
 void lancebill_packed_bytes(const lancebill_matrix* matrix, int32_t gated, int64_t bytes[3]) {
   const Packed p = describe(*matrix, gated != 0);
   bytes[0] = p.blocks / p.strip * p.strip_bytes;
-  bytes[1] = p.blocks * p.scale_block;
-  bytes[2] = p.blocks * p.zero_block;
+  bytes[1] = p.blocks * p.scale.block;
+  bytes[2] = p.blocks * p.zero.block;
 }
 
 uint64_t lancebill_stream(const void* memory, int64_t bytes, int32_t threads, int32_t streams) {

@@ -29,7 +29,9 @@
  *   FLOAT8: byte 16b + r is row r, column 4u + b.
  *   BITS6:  bytes as with BYTE, but four units are stored in three, those of columns 16v .. 16v+15 from byte 192v on:
  *           the first three in the low six bits, the fourth in the top two of each, its lowest two bits in the first.
- * Scales, zeros, offsets: [expert][block][group][16 rows], each number in its native type.
+ * Scales, zeros, offsets: [expert][block][group][16 rows], each number in its native type. I8 numbers are bytes under
+ * a factor for each row and `factor` columns: [expert][block][record], where a record has the factors of 16 rows in
+ * fp32, then [group][16 rows] bytes of so many columns. The last record of a block is complete.
  *
  * Building: compile every *.cpp of this folder as C++17. A file that starts with `// flags MACHINE: ...` is only for
  * that machine (`uname -m`) and needs those flags; without them, skip the file: its level is then absent. All other
@@ -41,7 +43,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 11
+#define LANCEBILL_ABI 12
 
 #ifdef __cplusplus
 extern "C" {
@@ -49,20 +51,26 @@ extern "C" {
 
 enum lancebill_codes { LANCEBILL_TABLE4 = 0, LANCEBILL_BYTE = 1, LANCEBILL_FLOAT8 = 2, LANCEBILL_BITS6 = 3 };
 
-/* NONE: 1. E8M0 is 2^(b - 127), but b = 0 is read as zero. E4M3 is signed. The kernels do not check for NaN and
- * infinite codes: the packer must reject them. */
+/* NONE: 1. E8M0 is 2^(b - 127), but b = 0 is read as zero. E4M3 is signed. I8 is a signed integer times its factor,
+ * with TABLE4 and BITS6 only. The kernels do not check for NaN and infinite codes: the packer must reject them. */
 enum lancebill_scale {
   LANCEBILL_SCALE_NONE = 0,
   LANCEBILL_SCALE_BF16 = 1,
   LANCEBILL_SCALE_F16 = 2,
   LANCEBILL_SCALE_F32 = 3,
   LANCEBILL_SCALE_E8M0 = 4,
-  LANCEBILL_SCALE_E4M3 = 5
+  LANCEBILL_SCALE_E4M3 = 5,
+  LANCEBILL_SCALE_I8 = 6
 };
 
-/* U8: one byte, 0 .. 255, in units of the table (not FLOAT8). F32: one float, subtracted after scaling: a
- * minimum, or scale * zero for zero points that are floats or do not fit a byte. */
-enum lancebill_zero { LANCEBILL_ZERO_NONE = 0, LANCEBILL_ZERO_U8 = 1, LANCEBILL_ZERO_OFFSET_F32 = 2 };
+/* U8: one byte, 0 .. 255, in units of the table (not FLOAT8). OFFSET: a number that is subtracted after scaling: a
+ * minimum, or scale * zero for zero points that are floats or do not fit a byte. In fp32, or in I8 if the scales are. */
+enum lancebill_zero {
+  LANCEBILL_ZERO_NONE = 0,
+  LANCEBILL_ZERO_U8 = 1,
+  LANCEBILL_ZERO_OFFSET_F32 = 2,
+  LANCEBILL_ZERO_OFFSET_I8 = 3
+};
 
 /* How the input of a GEMM is rounded or quantised (the rules of lancebill.numbers.activations):
  *   BF16, F16, F32  rounded to that type. Integer kernels then keep 16 bits per value, relative to the group's largest;
@@ -85,6 +93,7 @@ typedef struct lancebill_matrix {
   int32_t rows;    /* logical: 2I before a gated activation */
   int32_t columns; /* logical */
   int32_t group;   /* columns that share a scale and a zero: 16, 32, 64 or 128; larger groups repeat them */
+  int32_t factor;  /* columns that share a factor of I8 numbers: group times a power of two; 0 without I8 */
   int32_t codes;   /* enum lancebill_codes */
   int32_t scale;   /* enum lancebill_scale; NONE if there are only row scales */
   int32_t zero;    /* enum lancebill_zero */

@@ -149,12 +149,13 @@ int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid)
 }
 
 template <class Number>
-void pack_groups(const lancebill_rows& m) {
+void pack_groups(const lancebill_rows& m, int64_t record, int64_t gap) {
   const int64_t blocks = m.padded_rows / kBlock;
+  const int64_t block_bytes = m.padded_columns * kBlock * sizeof(Number) + m.padded_columns / record * gap;
   parallel(m.threads, m.experts * blocks, [&](int64_t task, int) {
     const int64_t expert = task / blocks, block = task % blocks;
     Number tile[kBlock][kBlock];
-    Number* out = reinterpret_cast<Number*>(m.out) + task * kBlock * m.padded_columns;
+    uint8_t* out = m.out + task * block_bytes;
     for (int64_t first = 0; first < m.padded_columns; first += kBlock) {
       const int64_t count = std::min<int64_t>(kBlock, m.padded_columns - first);
       for (int r = 0; r < kBlock; r++) {
@@ -168,7 +169,9 @@ void pack_groups(const lancebill_rows& m) {
         }
       }
       for (int64_t g = 0; g < count; g++) {
-        for (int r = 0; r < kBlock; r++) out[(first + g) * kBlock + r] = tile[r][g];
+        Number* numbers = reinterpret_cast<Number*>(out);
+        for (int r = 0; r < kBlock; r++) numbers[r] = tile[r][g];
+        out += sizeof(Number) * kBlock + ((first + g + 1) % record == 0 ? gap : 0);
       }
     }
   });
@@ -191,13 +194,13 @@ int32_t lancebill_pack_codes(const lancebill_rows* rows, int32_t bits, int32_t c
   return pack_codes<8, LANCEBILL_FLOAT8>(*rows, map, bad);
 }
 
-int32_t lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes) {
+int32_t lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes, int32_t record, int32_t gap) {
   if (bytes == 1) {
-    pack_groups<uint8_t>(*rows);
+    pack_groups<uint8_t>(*rows, record, gap);
   } else if (bytes == 2) {
-    pack_groups<uint16_t>(*rows);
+    pack_groups<uint16_t>(*rows, record, gap);
   } else {
-    pack_groups<uint32_t>(*rows);
+    pack_groups<uint32_t>(*rows, record, gap);
   }
   return take_loop_status();
 }

@@ -19,7 +19,7 @@ typedef struct lancebill_rows {
   int32_t padded_rows;    /* of the packed form; padding is zero */
   int32_t padded_columns;
   int32_t gated;          /* blocks of gate and up rows alternate */
-  uint8_t *out;           /* dense */
+  uint8_t *out;           /* dense, but for gaps */
   int32_t threads;
 } lancebill_rows;
 
@@ -30,8 +30,9 @@ typedef struct lancebill_rows {
 int32_t lancebill_pack_codes(const lancebill_rows *rows, int32_t bits, int32_t codes, const uint8_t *map,
                              const uint8_t *invalid, int32_t invalids);
 
-/* Numbers of 1, 2 or 4 bytes, one per row and group, to [block][group][16 rows]. Returns an enum lancebill_status. */
-int32_t lancebill_pack_groups(const lancebill_rows *rows, int32_t bytes);
+/* Numbers of 1, 2 or 4 bytes, one per row and group, to [block][group][16 rows]. After every `record` groups, `gap` bytes
+ * are left as they are; blocks have whole records. Returns an enum lancebill_status. */
+int32_t lancebill_pack_groups(const lancebill_rows *rows, int32_t bytes, int32_t record, int32_t gap);
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

@@ -56,10 +56,21 @@ def pack_codes(
     return not status
 
 
-def pack_groups(library: Library, rows: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> None:
-    """One number per row and group, [..., n, groups], into `out`."""
+def pack_groups(
+    library: Library,
+    rows: Tensor,
+    out: Tensor,
+    padded: tuple[int, int],
+    *,
+    gated: bool,
+    start: int = 0,
+    record: int = 1,
+    gap: int = 0,
+) -> None:
+    """One number per row and group, [..., n, groups], into `out` from `start` on, with a gap after each record."""
     struct = _struct(rows, out, rows.shape[-1], padded, gated)
-    status = library.calls.lancebill_pack_groups(ctypes.byref(struct), rows.element_size())
+    struct.out += start
+    status = library.calls.lancebill_pack_groups(ctypes.byref(struct), rows.element_size(), record, gap)
     if status:
         library.raise_status(status)
 

@@ -13,8 +13,8 @@ namespace {
 constexpr int kPlaneBase = 128;  // table entries are 128 * high + low: 7-bit planes cannot saturate vpmaddubsw (AVX2)
 constexpr int kMaxEntry = kPlaneBase * kPlaneBase - 1;
 
-constexpr int kScaleBytes[] = {0, 2, 2, 4, 1, 1};  // by enum lancebill_scale
-constexpr int kZeroBytes[] = {0, 1, 4};            // by enum lancebill_zero
+constexpr int kScaleBytes[] = {0, 2, 2, 4, 1, 1, 1};  // by enum lancebill_scale
+constexpr int kZeroBytes[] = {0, 1, 4, 1};            // by enum lancebill_zero
 
 bool within(int32_t value, int32_t low, int32_t high) { return low <= value && value <= high; }
 
@@ -28,12 +28,20 @@ float minifloat(uint32_t code, int mantissa) {
   return code & 0x80 ? -size : size;
 }
 
+bool has_valid_factor(const lancebill_matrix& m) {
+  if (m.scale != LANCEBILL_SCALE_I8) return m.factor == 0 && m.zero != LANCEBILL_ZERO_OFFSET_I8;
+  if (m.zero == LANCEBILL_ZERO_OFFSET_F32 || m.codes == LANCEBILL_BYTE || m.codes == LANCEBILL_FLOAT8) return false;
+  const int32_t groups = m.factor / m.group;
+  return groups >= 1 && m.factor % m.group == 0 && (groups & (groups - 1)) == 0;
+}
+
 bool is_valid(const lancebill_matrix& m) {
   const bool table = m.codes == LANCEBILL_TABLE4, floats = m.codes == LANCEBILL_FLOAT8;
   if (m.rows < 1 || m.columns < 1 || !within(m.codes, LANCEBILL_TABLE4, LANCEBILL_BITS6)) return false;
   if (m.group != 16 && m.group != 32 && m.group != 64 && m.group != 128) return false;
-  if (!within(m.scale, LANCEBILL_SCALE_NONE, LANCEBILL_SCALE_E4M3)) return false;
-  if (!within(m.zero, LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_OFFSET_F32)) return false;
+  if (!within(m.scale, LANCEBILL_SCALE_NONE, LANCEBILL_SCALE_I8)) return false;
+  if (!within(m.zero, LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_OFFSET_I8)) return false;
+  if (!has_valid_factor(m)) return false;
   if (!within(m.input, LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_E4M3)) return false;
   if (m.input_group < 0 || m.input_group % m.group != 0) return false;
   if (m.rotation < 0 || (m.rotation & (m.rotation - 1)) != 0) return false;
@@ -116,6 +124,15 @@ void lay_out_inputs(ScratchAllocator& allocator, const Call& call, const Packed&
   allocator.allocate(inputs.factors, call.slots);
 }
 
+GroupArray group_array(int bytes, bool factored, int32_t groups, int32_t record_groups) {
+  GroupArray array;
+  array.row = kRows * bytes;
+  array.factors = factored ? kRows * static_cast<int32_t>(sizeof(float)) : 0;
+  array.record_shift = factored ? __builtin_ctz(static_cast<uint32_t>(record_groups)) : 0;
+  array.block = array.record_of(groups + (1 << array.record_shift) - 1);
+  return array;
+}
+
 }  // namespace
 
 Packed describe(const lancebill_matrix& m, bool gated) {
@@ -128,10 +145,9 @@ Packed describe(const lancebill_matrix& m, bool gated) {
   p.groups = static_cast<int32_t>(p.columns / m.group);
   p.strip_bytes = p.columns * kRows;
   if (m.codes == LANCEBILL_BITS6) p.strip_bytes = p.strip_bytes / kSixBitUnits * kSixBitLines;
-  p.scale_row = kRows * kScaleBytes[m.scale];
-  p.zero_row = kRows * kZeroBytes[m.zero];
-  p.scale_block = int64_t{p.groups} * p.scale_row;
-  p.zero_block = int64_t{p.groups} * p.zero_row;
+  p.record_groups = m.factor == 0 ? p.groups : m.factor / m.group;
+  p.scale = group_array(kScaleBytes[m.scale], m.scale == LANCEBILL_SCALE_I8, p.groups, p.record_groups);
+  p.zero = group_array(kZeroBytes[m.zero], m.zero == LANCEBILL_ZERO_OFFSET_I8, p.groups, p.record_groups);
   p.top = m.codes == LANCEBILL_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
   p.plain_entries = m.codes == LANCEBILL_TABLE4;
   for (int i = 0; i < 16; i++) p.plain_entries = p.plain_entries && m.table[i] == i;

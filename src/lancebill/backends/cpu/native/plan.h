@@ -34,6 +34,20 @@ inline __attribute__((always_inline)) void prefetch_line(const uint8_t* far, con
 // too small by this power of two, which is folded into `Packed::unit`.
 constexpr float kE4m3Unit = 256;
 
+// How the numbers of groups are stored: of each row block, records of a few groups, which the factors of the rows precede
+// if there are any.
+struct GroupArray {
+  int32_t row = 0;           // bytes of one group
+  int32_t factors = 0;       // bytes of the factors of a record
+  int32_t record_shift = 0;  // log2 of the groups of a record
+  int64_t block = 0;         // bytes of a row block
+  int64_t record_bytes() const { return (int64_t{row} << record_shift) + factors; }
+  int64_t record_of(int64_t group) const { return (group >> record_shift) * record_bytes(); }
+  int64_t at(int64_t group) const {
+    return record_of(group) + factors + (group & ((1 << record_shift) - 1)) * row;
+  }
+};
+
 // A packed matrix with its derived sizes.
 struct Packed {
   const lancebill_matrix* matrix = nullptr;
@@ -41,17 +55,18 @@ struct Packed {
   int32_t blocks = 0, groups = 0;
   int32_t strip = 1;                        // row blocks that share code bytes: two where codes are nibbles
   int64_t strip_bytes = 0;                  // bytes of codes per strip
-  int64_t scale_block = 0, zero_block = 0;  // bytes of one row block
-  int32_t scale_row = 0, zero_row = 0;      // bytes of one group of a row block
+  int32_t record_groups = 0;                // groups that share factors; all of them if there are none
+  GroupArray scale, zero;
   int32_t top = 0;             // largest table entry
   bool plain_entries = false;  // the table is 0 .. 15: 4-bit integers
   float unit = 1;              // value of one table unit: step, times kE4m3Unit with E4M3 scales
   float values[16] = {};       // TABLE4: value of each code, in units
   float minifloats[256] = {};  // FLOAT8: likewise
   float minifloat_unit = 1;    // the counterpart of kE4m3Unit for this minifloat
+  bool has_offsets() const { return matrix->zero >= LANCEBILL_ZERO_OFFSET_F32; }
   const uint8_t* codes(int64_t block) const { return matrix->code_bytes + block / strip * strip_bytes; }
-  const uint8_t* scales(int64_t block) const { return at(matrix->scale_bytes, block * scale_block); }
-  const uint8_t* zeros(int64_t block) const { return at(matrix->zero_bytes, block * zero_block); }
+  const uint8_t* scales(int64_t block) const { return at(matrix->scale_bytes, block * scale.block); }
+  const uint8_t* zeros(int64_t block) const { return at(matrix->zero_bytes, block * zero.block); }
 
  private:
   static const uint8_t* at(const void* base, int64_t offset) {

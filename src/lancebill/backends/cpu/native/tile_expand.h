@@ -8,6 +8,7 @@
 #include "prefetch.h"
 #include "tile_config.h"
 #include "tile_fp16.h"
+#include "tile_scales.h"
 #include "vector_avx512.h"
 
 namespace lancebill {
@@ -64,7 +65,7 @@ class Expander {
 #ifdef __AVX512FP16__
         ,
         fp16_blocks_{Fp16Block(book.p, book.fp16, s.scales),
-                     Fp16Block(book.p, book.fp16, s.scales + second_ * book.p.scale_block)}
+                     Fp16Block(book.p, book.fp16, s.scales + second_ * book.p.scale.block)}
 #endif
   {
   }
@@ -135,14 +136,14 @@ class Expander {
   LANCEBILL_INLINE void columns(int64_t column, const uint8_t* codes, uint16_t* out) const {
     const int64_t block = kShared ? Block : Block * second_;
     const int64_t g = (column + First) >> __builtin_ctz(static_cast<uint32_t>(p_->matrix->group));
-    const uint8_t* scales = s_.scales + block * p_->scale_block + g * p_->scale_row;
-    const uint8_t* zeros = s_.zeros + block * p_->zero_block + g * p_->zero_row;
+    const GroupNumbers scales = group_numbers(p_->scale, s_.scales, block, g);
+    const GroupNumbers zeros = group_numbers(p_->zero, s_.zeros, block, g);
     if constexpr (kInFp16) {
 #ifdef __AVX512FP16__
       constexpr bool kZeros = Codes == TileCodes::kFp16WithZeros;
       const Fp16Block halves = fp16_blocks_[Block];
       const bool with_zeros = kNibblesInFp16 ? kZeros : p_->matrix->zero == LANCEBILL_ZERO_U8;
-      const Fp16Block::Group group = halves.group(scales, with_zeros ? zeros : nullptr);
+      const Fp16Block::Group group = halves.group(scales, with_zeros ? zeros.numbers : nullptr);
       LANCEBILL_UNROLL
       for (int i = First; i < First + Count; i += kUnitColumns) {
         const __m512i word = unit_of(codes, i);
@@ -175,15 +176,15 @@ class Expander {
     }
   }
 
-  LANCEBILL_INLINE Group group_of(const uint8_t* scales, const uint8_t* zeros) const {
+  LANCEBILL_INLINE Group group_of(GroupNumbers scales, GroupNumbers zeros) const {
     const lancebill_matrix& m = *p_->matrix;
-    const __m512 stored = Avx512::scales(m.scale, scales, 0);
+    const __m512 stored = scales_of(m.scale, scales);
     const __m512 unit = Codes == TileCodes::kFloat8 ? minifloat_.unit : _mm512_set1_ps(p_->unit);
     const __m512 scale = _mm512_mul_ps(stored, unit);
     __m512 offset = _mm512_setzero_ps();
     if (kBytesInFp32) offset = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(m.center)));
-    if (m.zero == LANCEBILL_ZERO_U8) offset = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0)));
-    if (m.zero == LANCEBILL_ZERO_OFFSET_F32) offset = _mm512_add_ps(offset, Avx512::floats(zeros, 0));
+    if (m.zero == LANCEBILL_ZERO_U8) offset = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(Avx512::zeros(zeros.numbers, 0)));
+    if (p_->has_offsets()) offset = _mm512_add_ps(offset, offsets_of(m.zero, zeros));
     return {scale, offset};
   }
 

@@ -6,6 +6,7 @@
 
 #include "convert.h"
 #include "plan.h"
+#include "tile_scales.h"
 #include "vector_avx512.h"
 
 namespace lancebill {
@@ -17,7 +18,7 @@ constexpr int32_t kLargestByte = 255;
 inline bool expands_in_fp16(const Packed& p) {
 #ifdef __AVX512FP16__
   const lancebill_matrix& m = *p.matrix;
-  if (m.zero == LANCEBILL_ZERO_OFFSET_F32) return false;
+  if (p.has_offsets()) return false;
   return m.codes == LANCEBILL_TABLE4 || (m.codes != LANCEBILL_FLOAT8 && m.center <= kLargestByte);
 #else
   return (void)p, false;
@@ -70,11 +71,11 @@ class Fp16Block {
     center_ = in_both_halves(_mm512_set1_ps(bias_ + static_cast<float>(p.matrix->center)));  // of bytes
   }
 
-  Group group(const uint8_t* scales, const uint8_t* zeros) const {
+  Group group(GroupNumbers scales, const uint8_t* zeros) const {
     // `line` truncates, which biases weights towards zero. The extra factor compensates; it is too small to change
     // weights that bf16 holds exactly.
     const __m512 factor = _mm512_mul_ps(scale_factor_, _mm512_set1_ps(1 + 0x1.4p-9f));
-    const __m512h scale = in_both_halves(_mm512_mul_ps(Avx512::scales(kind_, scales, 0), factor));
+    const __m512h scale = in_both_halves(_mm512_mul_ps(scales_of(kind_, scales), factor));
     if (zeros == nullptr) return {scale, center_};
     const __m512 zero = _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0));
     return {scale, in_both_halves(_mm512_fmadd_ps(zero, _mm512_set1_ps(table_.factor), _mm512_set1_ps(bias_)))};
@@ -109,28 +110,37 @@ class Fp16Block {
     return _mm512_castsi512_ph(_mm512_or_si512(words, _mm512_slli_epi32(words, 16)));
   }
 
+  static __m512 largest_with_factors(const Packed& p, const uint8_t* scales) {
+    __m512 top = _mm512_setzero_ps();
+    for (int32_t g = 0; g < p.groups; g++) {
+      top = _mm512_max_ps(top, _mm512_abs_ps(with_factors(group_numbers(p.scale, scales, 0, g))));
+    }
+    return top;
+  }
+
   // The largest scale of each row. Bits of magnitudes sort like the numbers, so scales are compared as integers.
   static __m512 largest_scales(const Packed& p, const uint8_t* scales) {
     const int32_t kind = p.matrix->scale;
     if (kind == LANCEBILL_SCALE_NONE) return _mm512_set1_ps(1);
+    if (kind == LANCEBILL_SCALE_I8) return largest_with_factors(p, scales);
     alignas(64) uint8_t line[64];
     const auto over_lines = [&](__m512i magnitude, auto larger) __attribute__((always_inline)) {
       __m512i top = _mm512_setzero_si512();
-      for (int64_t at = 0; at < p.scale_block; at += 64) {
-        const int64_t left = p.scale_block - at;
+      for (int64_t at = 0; at < p.scale.block; at += 64) {
+        const int64_t left = p.scale.block - at;
         const __mmask64 mask = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
         top = larger(top, _mm512_and_si512(_mm512_maskz_loadu_epi8(mask, scales + at), magnitude));
       }
       // One line holds several groups: the other half, then the other quarter.
-      if (p.scale_row <= 2 * kRows) top = larger(top, _mm512_shuffle_i32x4(top, top, 0x4e));
-      if (p.scale_row <= kRows) top = larger(top, _mm512_shuffle_i32x4(top, top, 0xb1));
+      if (p.scale.row <= 2 * kRows) top = larger(top, _mm512_shuffle_i32x4(top, top, 0x4e));
+      if (p.scale.row <= kRows) top = larger(top, _mm512_shuffle_i32x4(top, top, 0xb1));
       _mm512_store_si512(line, top);
     };
-    if (p.scale_row == kRows) {
+    if (p.scale.row == kRows) {
       const int magnitude = kind == LANCEBILL_SCALE_E8M0 ? 0xff : 0x7f;
       const __m512i mask = _mm512_set1_epi8(static_cast<char>(magnitude));
       over_lines(mask, [](__m512i a, __m512i b) { return _mm512_max_epu8(a, b); });
-    } else if (p.scale_row == 2 * kRows) {
+    } else if (p.scale.row == 2 * kRows) {
       over_lines(_mm512_set1_epi16(0x7fff), [](__m512i a, __m512i b) { return _mm512_max_epu16(a, b); });
     } else {
       over_lines(_mm512_set1_epi32(0x7fffffff), [](__m512i a, __m512i b) { return _mm512_max_epu32(a, b); });

@@ -136,6 +136,10 @@ struct Avx2 {
     for (int i = 0; i < 2; i++) _mm256_storeu_ps(p + 8 * i, a.part[i]);
   }
 
+  static F32 signed_bytes(const uint8_t* p, int) {
+    return each<F32>([&](int i) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load8(p + 8 * i))); });
+  }
+
   static F32 scales(int32_t kind, const uint8_t* p, int) {
     switch (kind) {
       case LANCEBILL_SCALE_BF16:

@@ -70,6 +70,8 @@ struct Avx512 {
   static F32 floats(const uint8_t* p, int) { return _mm512_loadu_ps(p); }
   static void store(float* p, F32 a) { _mm512_storeu_ps(p, a); }
 
+  static F32 signed_bytes(const uint8_t* p, int) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(p))); }
+
   static F32 scales(int32_t kind, const uint8_t* p, int) {
     switch (kind) {
       case LANCEBILL_SCALE_BF16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load32(p)), 16));

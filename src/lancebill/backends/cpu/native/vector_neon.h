@@ -10,6 +10,14 @@
 namespace lancebill {
 namespace {
 
+// Looks up sixteen bytes as the top bytes of sixteen lanes; indices above 15 give zero.
+constexpr uint8_t kZero = 255;
+constexpr uint8_t kTops[64] = {
+    kZero, kZero, kZero, 0,  kZero, kZero, kZero, 1,  kZero, kZero, kZero, 2,  kZero, kZero, kZero, 3,
+    kZero, kZero, kZero, 4,  kZero, kZero, kZero, 5,  kZero, kZero, kZero, 6,  kZero, kZero, kZero, 7,
+    kZero, kZero, kZero, 8,  kZero, kZero, kZero, 9,  kZero, kZero, kZero, 10, kZero, kZero, kZero, 11,
+    kZero, kZero, kZero, 12, kZero, kZero, kZero, 13, kZero, kZero, kZero, 14, kZero, kZero, kZero, 15};
+
 template <int Registers>
 struct NeonVectors {
   static constexpr int lanes = 4 * Registers;
@@ -123,6 +131,16 @@ struct NeonVectors {
   }
   static void store(float* p, F32 a) {
     for (int i = 0; i < Registers; i++) vst1q_f32(p + 4 * i, a.part[i]);
+  }
+
+  // Each byte goes to the top of a lane, which is then read as a fixed-point number.
+  static F32 signed_bytes(const uint8_t* p, int part) {
+    const uint8_t* tops = kTops + 16 * part * Registers;
+    __asm__("" : "+r"(tops));  // else GCC computes the address of each constant
+    const uint8x16_t all = vld1q_u8(p);
+    return each<F32>([&](int i) {
+      return vcvtq_n_f32_s32(vreinterpretq_s32_u8(vqtbl1q_u8(all, vld1q_u8(tops + 16 * i))), 24);
+    });
   }
 
   static F32 scales(int32_t kind, const uint8_t* p, int part) {

@@ -61,6 +61,12 @@ struct Portable {
   static F32 floats(const uint8_t* p, int part) { return read<F32>(p + 16 * part); }
   static void store(float* p, F32 a) { std::memcpy(p, &a, sizeof a); }
 
+  static F32 signed_bytes(const uint8_t* p, int part) {
+    F32 result;
+    for (int i = 0; i < lanes; i++) result[i] = static_cast<int8_t>(p[part * lanes + i]);
+    return result;
+  }
+
   static F32 scales(int32_t kind, const uint8_t* p, int part) {
     F32 result;
     for (int i = 0; i < lanes; i++) result[i] = scale(kind, p, part * lanes + i);
