@@ -65,6 +65,25 @@ def _split_table(file: ResultFile) -> str:
     return "\n" + markdown_table(("sequences x tokens", "all", *KINDS, "rest"), rows, note)
 
 
+def cpu_prompts() -> str:
+    return "\n".join(_prompts_table(file) for file in newest_files("cpu-prompts"))
+
+
+def _prompts_table(file: ResultFile) -> str:
+    kinds = ("experts", "dense", "attention")
+    rows = [
+        (f"{row['tokens']:,}", f"{row['native_seconds']:.2f}", f"{row['own_seconds']:.2f}",
+         *(f"{row['split'][kind]:.2f}" for kind in kinds))
+        for row in file.record["rows"]
+    ]  # fmt: skip
+    note = (
+        f"A prompt of so many tokens of the demo's model ({file.record['model']}) on {file.machine_title}, one thread: "
+        "seconds of the processor, natively and by the model's own operators, and what most of the native ones are "
+        f"spent on.{_load(file, 1)} {links(file.name)}"
+    )
+    return markdown_table(("tokens", "native", "own operators", *kinds), rows, note)
+
+
 def _load(file: ResultFile, threads: int) -> str:
     """The machine's load where it was more than the run's own threads."""
     load = file.record.get("load", 0)

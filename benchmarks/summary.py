@@ -170,6 +170,13 @@ def _cpu_streams(file: ResultFile) -> Iterator[Row]:
         yield {**labels, "streams": int(streams), "tokens_per_s": rate, "peers": {}}
 
 
+def _cpu_prompts(file: ResultFile) -> Iterator[Row]:
+    """Prompts of the demo's model on one thread, natively and by the model's own operators."""
+    for row in file.record["rows"]:
+        how = {"model": "demo", "weights": file.record["model"], "threads": 1, "tokens": row["tokens"]}
+        yield {**how, "seconds": row["native_seconds"], "peers": {"own operators": row["own_seconds"]}}
+
+
 def _perplexity(file: ResultFile) -> Iterator[Row]:
     for row in file.record["rows"]:
         yield {
@@ -294,6 +301,7 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-older": _gpu_shapes,
     "cpu-layer": _cpu_layer,
     "cpu-linear": _cpu_linear,
+    "cpu-prompts": _cpu_prompts,
     "cpu-streams": _cpu_streams,
     "first-forward": _first_forward,
     "host-time": _host_time,

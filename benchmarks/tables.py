@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import summary
-from cpu_tables import cpu_linear, cpu_streams
+from cpu_tables import cpu_linear, cpu_prompts, cpu_streams
 from gpu_tables import gpu_host, gpu_layer, gpu_linear, layer_runs, mean_ratio, newest_cells
 from hybrid_tables import hybrid, hybrid_generate, pack
 from older_tables import gpu_older
@@ -379,8 +379,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, gpu_linear, cpu_layer, cpu_linear, generate,
-        cpu_streams, perplexity, questions, memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving,
-        vllm_bench_serve, vllm_split, hybrid, hybrid_generate, pack,
+        cpu_prompts, cpu_streams, perplexity, questions, memory, convert, rounding, verify, serve, vllm_cpu,
+        vllm_serving, vllm_bench_serve, vllm_split, hybrid, hybrid_generate, pack,
     )
 }  # fmt: skip
 
