@@ -6,6 +6,7 @@ asserts would be removed.
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 HELPERS = [path.stem for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
 pytest.register_assert_rewrite(*HELPERS)
+os.environ["no_proxy"] = "127.0.0.1,localhost"  # the servers of tests are here, also behind a proxy
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends import oracle
+from lancebill.backends.base import Backend
 from lancebill.backends.cpu import BACKEND, Cpu, native
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.native.abi import IsaLevel
@@ -29,7 +30,7 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Indexed
-from lancebill.moe.layout import MatrixShape
+from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Problem
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import CODEBOOK
@@ -86,8 +87,7 @@ class Work:
             bias=tokens == 5,
             activation=activation,
         )
-        self.weights = Weights(self.problem, torch.device("cpu"))
-        self.packed = self.weights.packed(BACKEND.layout(self.problem))
+        self.packed = packed_weights(self.problem, BACKEND)
         self.batch = batches(self.problem, tokens, "uniform", 1, torch.device("cpu"))[0]
 
     def run(self, backend: Cpu) -> Tensor:
@@ -97,9 +97,19 @@ class Work:
 
     def reference(self) -> Tensor:
         plan = REFERENCE.plan(self.problem, 1, CPU)
-        packed = self.weights.packed(REFERENCE.layout(self.problem))
+        packed = packed_weights(self.problem, REFERENCE)
         out = torch.empty(self.batch.x.shape, dtype=torch.float32)
         return REFERENCE.run(plan, self.batch.x, Indexed(self.batch.ids, self.batch.weights), packed, out)
+
+
+@lru_cache(maxsize=4)
+def layer_weights(problem: Problem) -> Weights:
+    return Weights(problem, torch.device("cpu"))
+
+
+@lru_cache(maxsize=4)
+def packed_weights(problem: Problem, backend: Backend) -> dict[str, Packed]:
+    return layer_weights(problem).packed(backend.layout(problem))
 
 
 @cache

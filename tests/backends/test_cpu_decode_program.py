@@ -48,7 +48,6 @@ def batch_invariant() -> CpuExecutor:
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     for rows, columns in ((1, 64), (3, 37), (8, 96), (15, 5), (40, 160), (17, 33)):
         steps = program(level, rows)
         biases = {33: None, 6: torch.randn(6), 80: torch.randn(80)}
@@ -65,7 +64,6 @@ def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("size", [1e-37, 1e30, float("inf"), float("nan")])
 def test_dense_rows_of_any_size(level: object, size: float) -> None:
-    torch.manual_seed(0)
     steps, weights = program(level, 18), torch.rand(32, 64).bfloat16() + 1
     x, out = steps.buffer("x", 64).uniform_(1, 2), steps.buffer("out", 32)
     x[3] *= size
@@ -76,7 +74,6 @@ def test_dense_rows_of_any_size(level: object, size: float) -> None:
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_beside_batch_invariant_layers_a_dense_row_does_not_depend_on_the_others(level: object) -> None:
-    torch.manual_seed(4)
     weights, inputs = torch.randn(48, 64).bfloat16(), torch.randn(40, 64)
     found = []
     for rows in (40, 1):
@@ -92,7 +89,6 @@ def test_beside_batch_invariant_layers_a_dense_row_does_not_depend_on_the_others
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_row_does_not_depend_on_the_others(level: object, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
     weights, x = torch.randn(21, 70).to(dtype), torch.randn(13, 70)
     together = program(level, 13)
     out = together.buffer("out", 21)
@@ -108,7 +104,6 @@ def test_a_row_does_not_depend_on_the_others(level: object, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_norms_gates_sums_and_picks(level: object) -> None:
-    torch.manual_seed(2)
     steps, weights = program(level, 4), torch.randn(50)
     x = steps.buffer("x", 50).normal_()
     picked, normed, gated = steps.buffer("picked", 50), steps.buffer("normed", 50).zero_(), steps.buffer("gated", 25)
@@ -178,7 +173,6 @@ def attended(
     ids=["own-keys", "four-share", "three-share-window", "seven-share-window"],
 )
 def test_attention(level: object, dtype: torch.dtype, queries: int, keys: int, dim: int, window: int | None) -> None:
-    torch.manual_seed(3)
     heads = DecodeHeads(0, queries, keys, dim, dim, dim**-0.5, window)
     caches = [torch.randn(2, keys, tokens, dim).to(dtype) for tokens in (150, 9)]
     rows = [(0, 139), (0, 140), (0, 141), (1, 4)]
@@ -207,7 +201,6 @@ def test_attention_of_prompts(
     level: object, dtype: torch.dtype, queries: int, keys: int, dim: int, window: int | None
 ) -> None:
     """Tokens of one sequence are attended to in blocks; single ones stand before, between and after them."""
-    torch.manual_seed(5)
     heads = DecodeHeads(0, queries, keys, dim, dim, dim**-0.5, window)
     caches = [torch.randn(2, keys, tokens, dim).to(dtype) for tokens in (300, 9, 70)]
     rows = [(1, 4), *((0, 70 + i) for i in range(150)), (1, 5), *((2, i) for i in range(33)), (1, 6)]
@@ -226,7 +219,6 @@ def test_attention_of_prompts(
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_beside_batch_invariant_layers_a_token_of_a_prompt_does_not_depend_on_the_others(level: object) -> None:
-    torch.manual_seed(6)
     heads, beside = DecodeHeads(0, 4, 2, 32, 32, 0.2), batch_invariant()
     caches, rows, qkv = [torch.zeros(2, 2, 40, 32)], [(0, i) for i in range(40)], torch.randn(40, 8 * 32)
     together = attended(level, torch.float32, heads, qkv, caches, rows, beside)

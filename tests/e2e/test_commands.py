@@ -53,9 +53,8 @@ def test_every_command_has_help(words: list[str]) -> None:
 
 
 def test_version() -> None:
-    for command in (["--version"], ["env", "--json"]):
-        done = subprocess.run([sys.executable, "-m", "lancebill", *command], capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.startswith(("lancebill ", "{")), done.stderr
+    done = subprocess.run([sys.executable, "-m", "lancebill", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("lancebill "), done.stderr
 
 
 def call(*words: object) -> Any:

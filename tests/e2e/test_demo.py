@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 import zipfile
 from pathlib import Path
@@ -93,14 +92,20 @@ def test_the_mixture_equals_the_dense_model(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("CAD").input_ids) == "CAD"
 
 
-def test_an_unwritable_cache_folder(tmp_path: Path) -> None:
+def test_an_unwritable_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="XDG_CACHE_HOME"):
         create_folder(tmp_path / "file" / "cache")
     assert create_folder(tmp_path / "cache" / "deep").is_dir() and not list((tmp_path / "cache" / "deep").iterdir())
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file"), "PIP_NO_INDEX": "1"}
-    done = subprocess.run([sys.executable, "-m", "lancebill.demo"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "No language model" in done.stdout and "Traceback" not in done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("lancebill.demo", run_name="__main__")
+    shown = capsys.readouterr()
+    assert not ended.value.code and "No language model" in shown.out and "Traceback" not in shown.err
 
 
 def test_a_weights_file_with_a_wrong_hash_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,15 +433,12 @@ def test_outputs_are_checked_before_the_measurement(option: str, name: str, says
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_figures_that_cannot_be_shown_are_written_and_the_reverse(tmp_path: Path) -> None:
-    def run(stdout: Any, file: Path) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "lancebill", *map(str, WORDS), "--json", str(file)]
-        return subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
-
+    words = [sys.executable, "-m", "lancebill", *map(str, WORDS), "--json", str(tmp_path / "bench.json")]
     with Path("/dev/full").open("w") as full:
-        assert run(full, tmp_path / "bench.json").returncode == PROBLEM
+        assert subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False).returncode == PROBLEM
     assert json.loads((tmp_path / "bench.json").read_text())["rows"]
-    done = run(subprocess.PIPE, Path("/dev/full"))
-    assert done.returncode == PROBLEM and "4 experts" in done.stdout and "No space left" in done.stderr
+    done = lancebill(*WORDS, "--json", "/dev/full")
+    assert done.exit_code == PROBLEM and "4 experts" in done.stdout and "No space left" in done.stderr
 
 
 def test_bench_writes_a_plot(tmp_path: Path) -> None:

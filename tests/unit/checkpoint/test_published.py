@@ -264,11 +264,6 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_checkpoint_is_read_exactly(name: str, tmp_path: Path) -> None:
     made = PUBLISHED[name]()

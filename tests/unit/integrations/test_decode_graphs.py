@@ -267,7 +267,6 @@ def test_few_batch_sizes_are_kept() -> None:
 
 
 def test_a_model_with_an_encoder_keeps_its_own_cache() -> None:
-    torch.manual_seed(0)
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
     use_graphs(model, TapeRecorder)
