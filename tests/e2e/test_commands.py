@@ -241,6 +241,7 @@ def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path
         (["eval", "model", "--text", "model/model.safetensors"], 1, "not a UTF-8 text"),
         (["eval", "model", "--text", "empty"], 2, "two tokens"),
         (["eval", "model", "--text", "text", "--stride", "9", "--window", "8"], 2, "windows cannot cover"),
+        (["eval", "model", "--text", "long"], 2, "longer than the model's context"),
         (["eval", "model", "--questions", "empty"], 1, "no questions"),
         (["eval", "model", "--questions", "text"], 1, "not a line of JSON"),
         (["eval", "model", "--text", "text", "--variant", "int4/bf16/cpu/x"], 2, "cannot read the variant"),
@@ -271,6 +272,7 @@ def test_usage_errors_print_no_traceback(
     monkeypatch.chdir(model.parent)
     Path("empty").touch()
     Path("text").write_text("w1 w2 w3 w4")
+    Path("long").write_text("w1 " * 65)
     if not Path("dense").exists():
         config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=32)
         transformers.LlamaForCausalLM(config).save_pretrained("dense")

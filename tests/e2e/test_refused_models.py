@@ -200,6 +200,15 @@ def test_models_that_cannot_be_saved(folder: Path, ours: Any, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+def test_a_write_that_torch_does_not_count_is_noticed(folder: Path, tmp_path: Path) -> None:
+    """As tools that merge adapters do it. Saving would write the old numbers."""
+    model = lancebill.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "unchanged")
+    model.model.layers[1].self_attn.q_proj.weight.data += 0.25
+    with pytest.raises(CannotEncode, match=r"layers\.1\.self_attn\.q_proj\.weight: the model was changed"):
+        model.save_pretrained(tmp_path / "changed")
+
+
 def test_experts_that_keep_numbers_which_the_format_would_change(folder: Path, tmp_path: Path) -> None:
     example = next(e for e in registry()["gptq"].examples() if "actorder" in e.name)
     quant = {**example.config.quant, "modules_in_block_to_quantize": [["mlp.experts"]]}

@@ -24,7 +24,7 @@ from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.problem import Problem
 from lancebill.moe.simulation import Simulation
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.split.moves import check_moves
+from lancebill.split.moves import OFF, check_moves
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
 SORTED = ", sorted"  # suffix of a peer's name when its routing sort is not timed
@@ -48,6 +48,8 @@ def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
     if setup.host and device.kind == "cpu":
         raise SpecError("host time is only measured for layers on a GPU", where="--host", got=device)
     check_moves(setup.moves, setup.order)
+    if setup.moves != OFF and setup.split is None:
+        raise SpecError("experts move only where a layer is split", where="--moves", got=setup.moves, hint="--split")
     choices = [oracle.select(problem, device, name) for name in setup.backends]
     threads_before = torch.get_num_threads()
     if setup.threads is not None:

@@ -98,6 +98,8 @@ def _evaluate_variants(
     def load(variant: Variant) -> tuple[Any, Any]:
         chosen = {"weights": variant.weights, "activations": variant.activations, "backend": variant.backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
+        if body is not None:
+            _check_window(model, tokenizer, body, options)
         models.announce(path, model, ui.console(error=True))
         loaded.append(models.describe(model))
         return model, tokenizer
@@ -113,6 +115,18 @@ def _evaluate_variants(
     for result, description in zip(results, loaded):
         result.how = description
     return [result.describe(results[0]) for result in results]
+
+
+def _check_window(model: Any, tokenizer: Any, text: str, options: dict[str, Any]) -> None:
+    """Raise if a window would be longer than what the model was trained for: its perplexity would mean nothing."""
+    from lancebill.serving.context import longest_context
+
+    window, context = options["window"], longest_context(model.config)
+    if window > context:
+        tokens = len(tokenizer(text)["input_ids"])
+        if min(window, tokens, options["max_text_tokens"] or tokens) > context:
+            what = "the window is longer than the model's context"
+            raise SpecError(what, where="--window", expected=f"at most {context:,} tokens", got=f"{window:,}")
 
 
 @contextmanager

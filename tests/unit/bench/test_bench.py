@@ -466,6 +466,7 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--tokens", ""),
         ("--routing", "wild"),
         ("--order", "slow"),
+        ("--moves", "recency"),
         ("--peers", "vllm"),
         ("--shape", "large"),
         ("--weights", "int40"),

@@ -91,7 +91,8 @@ class PackedModel(GraphedGeneration):
         try:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         except _REFUSALS as error:
-            raise _refused("transformers cannot build the model", "config.json", error) from error
+            hint = "see config.json, and the arguments that transformers got"
+            raise _refused("transformers cannot build the model", None, error, hint) from error
         assert isinstance(self, nn.Module)
         self.lancebill_origin: Origin | None = None
         self.lancebill_rest, self.lancebill_decoding = RestReport(), Decoding()
@@ -262,7 +263,8 @@ def config_of(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretrai
     except _REFUSALS as error:
         kind = checkpoint.config.model.get("model_type")
         if not isinstance(kind, str) or kind in CONFIG_MAPPING:
-            raise _refused("transformers cannot read the config", str(checkpoint.path), error) from error
+            hint = "compare config.json with that of the original model"
+            raise _refused("transformers cannot read the config", str(checkpoint.path), error, hint) from error
         raise UnsupportedProblem(
             "this version of transformers does not know the model",
             where=str(checkpoint.path),
@@ -281,9 +283,8 @@ def config_of(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretrai
     return config, chosen
 
 
-def _refused(what: str, where: str, error: Exception) -> UnsupportedFormat:
+def _refused(what: str, where: str | None, error: Exception, hint: str) -> UnsupportedFormat:
     text = shorten(str(error), 300, placeholder=" ...")
-    hint = "compare config.json with that of the original model"
     return UnsupportedFormat(what, where=where, got=f"{type(error).__name__}: {text}", hint=hint)
 
 

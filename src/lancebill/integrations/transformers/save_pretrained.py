@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lancebill.checkpoint.read.config import CONFIG_FILES
 from lancebill.checkpoint.read.files import Checkpoint
@@ -31,23 +31,24 @@ log = logging.getLogger("lancebill")
 
 # Keywords of transformers' `save_pretrained` that are ignored: we always write safetensors, with the source's shards.
 _IGNORED = ("safe_serialization", "max_shard_size")
+SAMPLES = 64  # values of a parameter that show whether it was changed
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint a model was loaded from, and the parameters' versions at that time to detect later changes."""
+    """The checkpoint a model was loaded from, and what shows that a parameter was changed later."""
 
     checkpoint: Checkpoint
     options: LoadOptions
     layers: tuple[int, ...]
-    versions: dict[str, int]
+    parameters: dict[str, tuple[int, bytes]]
 
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Origin:
         from lancebill.integrations.transformers.packed_experts import packed_experts
 
         layers = tuple(place.index for _, place in packed_experts(model))
-        return cls(checkpoint, options, layers, _versions(model))
+        return cls(checkpoint, options, layers, _parameters(model))
 
     def __deepcopy__(self, memo: object) -> Origin:
         """A copy of the model shares the origin: the open file descriptors cannot be copied."""
@@ -55,8 +56,8 @@ class Origin:
 
     def check_unchanged(self, model: nn.Module) -> None:
         """Raise if a parameter was added, removed or written since loading."""
-        now = _versions(model)
-        changed = sorted(name for name in {*now, *self.versions} if now.get(name) != self.versions.get(name))
+        now, then = _parameters(model), self.parameters
+        changed = sorted(name for name in {*now, *then} if now.get(name) != then.get(name))
         if changed:
             raise CannotEncode(
                 "the model was changed since it was loaded, and only unchanged weights can be saved",
@@ -136,6 +137,21 @@ def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
             out.write(name, source.read(name))
 
 
-def _versions(model: nn.Module) -> dict[str, int]:
-    """torch's count of in-place writes for each parameter."""
-    return {name: tensor._version for name, tensor in model.named_parameters()}
+def _parameters(model: nn.Module) -> dict[str, tuple[int, bytes]]:
+    """Of each parameter torch's count of writes; and a few values, because writes to `.data` are not counted.
+
+    Without values of experts: nobody writes to packed ones, and they may move.
+    """
+    from lancebill.integrations.transformers.packed_experts import packed_experts
+
+    places = tuple(f"{name}." for name, _ in packed_experts(model))
+    return {
+        name: (tensor._version, b"" if name.startswith(places) else _some_values(tensor))
+        for name, tensor in model.named_parameters()
+    }
+
+
+def _some_values(tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: flat.numel() // SAMPLES | 1].float()
+    return bytes(some.cpu().numpy().tobytes())
