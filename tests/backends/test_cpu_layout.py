@@ -32,7 +32,7 @@ SPECS = (
     "uint2-g16:uint4-g256:fp16-min.g16:uint4-min.g256:fp16", "int6-g16:int8-g256:fp16", "iq4-g32:uint6b32-g256:fp16",
     "iq2-g16:odd4-g256:fp16", "int4-g64:uint6-g64:bf16", "int6-g16:int8-g64:fp32-channel:fp32",
     "int4-g32:uint6-g128:fp16-zp", "uint4-g32:uint6-g64:fp16-min.g32:uint6-min.g128:fp16", "int4-g32:uint6-g96:fp16",
-    "int4-g32:uint8-g64:fp16",
+    "int4-g32:uint8-g64:fp16", "int4-g32:ternary-g64:fp16",
 )  # fmt: skip
 SIZES = ((64, 256), (48, 160), (24, 96))
 

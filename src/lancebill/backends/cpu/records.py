@@ -19,7 +19,7 @@ _FACTORS = (F16, BF16, F32)
 
 def fit_records(number: DType, factor: DType) -> bool:
     """Whether every code of `number` is a signed byte of its own, under a float."""
-    values = set(number.table)
+    values = {number.table[code] for code in number.valid_codes}
     small = len(values) == 1 << number.bits and all(v == int(v) and -128 <= v <= 127 for v in values)
     return small and factor in _FACTORS
 
