@@ -166,7 +166,7 @@ def test_threads_do_not_change_bits(level: IsaLevel) -> None:
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", ["bf16", "int8"])
-@pytest.mark.parametrize("spec", ["mxfp4", "nvfp4", "nf4", "int4-g128-zp", "int8", "fp8-block"])
+@pytest.mark.parametrize("spec", ["mxfp4", "nvfp4", "nf4", "int4-g128-zp", "int8", "fp8-block", K_QUANTS[0]])
 def test_batch_invariant_rows(spec: str, activations: str, level: IsaLevel) -> None:
     """In batch-invariant order a row has the same bits alone, in any batch and at any position."""
     layer_work, backend = work(spec, activations, tokens=40), Cpu(level)

@@ -58,7 +58,7 @@ double random_i8(const lancebill_matrix& m, int groups, size_t block, int group,
   const int shared = groups_of_factor(m);
   const size_t records = (groups + shared - 1) / shared;
   uint8_t* record = bytes.data() + (block * records + group / shared) * record_bytes(m);
-  float factor = static_cast<float>(std::exp(normal() * 0.4) * size / kI8);
+  float factor = static_cast<float>(std::exp(normal() * 0.4) * size / kI8) * static_cast<float>(one_of({1, 1, -1, 0}));
   if (group % shared == 0) std::memcpy(record + 4 * lane, &factor, sizeof factor);
   std::memcpy(&factor, record + 4 * lane, sizeof factor);
   const int8_t number = static_cast<int8_t>(pick(-128, 127));
