@@ -132,7 +132,7 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
     per_token = sum(
         (manifest.sizes.top_k or 0) * share // experts for share, (experts, _) in zip(missing, sizes) if experts
     )
-    rate = read_rate(Device("cpu")) if per_token else None
+    rate = read_rate(Device("cpu")) if per_token and others <= total else None
     return {
         "gpu_bytes": total,
         "other_bytes": others,

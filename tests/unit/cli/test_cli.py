@@ -133,6 +133,8 @@ def test_inspect_says_that_a_gpu_is_too_small(tmp_path: Path) -> None:
     write_model(tmp_path / "model", SIZE)
     text = call("inspect", tmp_path / "model", "--gpu", 10).stdout
     assert "too small: these tensors do not fit" in text and "tokens/s" not in text
+    split = parsed(call("inspect", tmp_path / "model", "--gpu", 10, "--json"))["split"]
+    assert split["other_bytes"] > 10 and split["most_tokens_per_second"] is None
 
 
 def test_inspect_rejects_impossible_shards_and_layers(model: Path) -> None:
