@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from machine import origin, result_path, whole_model_machine
+from result_files import write_record
 
 import lancebill
 from lancebill.backends.cpu.decode_program import DecodeRows
@@ -53,7 +54,7 @@ def main() -> None:
         "load": os.getloadavg()[0],
     }
     path = chosen.out or result_path("cpu-prompts")
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, record)
     print(path)
 
 

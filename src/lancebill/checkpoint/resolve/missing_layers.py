@@ -1,7 +1,7 @@
 """Find layers that a whole checkpoint lacks, and layers that its config does not have.
 
-A manifest describes the layers it finds: a rank or a stage of a pipeline has only some of them. `verify` and `inspect`
-look at whole checkpoints, so for them a layer without tensors is an error.
+A manifest describes the layers it finds: a rank or a stage of a pipeline has only some of them. `verify`, `inspect` and
+`from_pretrained` look at whole checkpoints, so for them a layer without tensors is an error.
 """
 
 from __future__ import annotations
