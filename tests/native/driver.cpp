@@ -45,18 +45,16 @@ int32_t run_level(const Level& level, const Case& c, std::vector<float>& out) {
   return LANCEBILL_OK;
 }
 
-// Largest relative error of a row. Rows with cancellation are measured against a typical row.
+// Largest relative error of a row. Where terms cancel, it is measured against their size.
 double worst_row(const Case& c, const std::vector<float>& out) {
-  double worst = 0, typical = 0;
-  for (double v : c.want) typical += v * v;
-  typical = std::sqrt(typical / std::max<size_t>(c.want.size(), 1) * c.out_columns);
+  double worst = 0;
   for (size_t row = 0; row * c.out_columns < c.want.size(); row++) {
     double error = 0, norm = 0;
     for (int n = 0; n < c.out_columns; n++) {
       const size_t i = row * c.out_columns + n;
       error += std::pow(out[i] - c.want[i], 2), norm += c.want[i] * c.want[i];
     }
-    const double relative = std::sqrt(error) / std::max({std::sqrt(norm), 0.3 * typical, 1e-20});
+    const double relative = std::sqrt(error) / std::max({std::sqrt(norm), c.sizes[row], 1e-20});
     worst = std::isfinite(relative) ? std::max(worst, relative) : INFINITY;
   }
   return worst;

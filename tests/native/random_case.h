@@ -60,6 +60,16 @@ std::vector<double> multiply(const Matrix& w, int expert, bool gated, const std:
   return y;
 }
 
+// Norm of the product if its terms were independent. Errors are in proportion to it, also where terms cancel.
+double product_size(const Matrix& w, int expert, const std::vector<double>& x) {
+  double squares = 0;
+  for (int n = 0; n < w.rows; n++) {
+    const double* row = w.dense.data() + (size_t(expert) * w.rows + n) * w.columns;
+    for (int k = 0; k < w.columns; k++) squares += std::pow(row[k] * x[k], 2);
+  }
+  return std::sqrt(squares);
+}
+
 double activated(const lancebill_layer& a, double g, double u) {
   const double limit = a.limit > 0 ? a.limit : INFINITY, clamped = std::max(-limit, std::min(limit, u));
   const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
@@ -93,16 +103,24 @@ struct Case {
   std::vector<float> weights;
   std::vector<int32_t> ids;
   std::vector<int64_t> offsets, rows;
-  std::vector<double> want;  // [row][column]
+  std::vector<double> want;   // [row][column]
+  std::vector<double> sizes;  // [row]: sums of `product_size`
 };
 
-std::vector<double> expert_row(const Case& c, int expert, const std::vector<double>& x) {
-  std::vector<double> y = multiply(c.w13, expert, c.gated, quantised_input(c.w13, expert, x));
-  if (c.linear) return y;
+struct ExpertRow {
+  std::vector<double> values;
+  double size;
+};
+
+ExpertRow expert_row(const Case& c, int expert, const std::vector<double>& x) {
+  const std::vector<double> input = quantised_input(c.w13, expert, x);
+  const std::vector<double> y = multiply(c.w13, expert, c.gated, input);
+  if (c.linear) return {y, product_size(c.w13, expert, input)};
   const int width = c.w2.columns;
   std::vector<double> h(width);
   for (int i = 0; i < width; i++) h[i] = activated(c.layer, y[i], c.gated ? y[width + i] : 0);
-  return multiply(c.w2, expert, false, quantised_input(c.w2, expert, h));
+  const std::vector<double> hidden = quantised_input(c.w2, expert, h);
+  return {multiply(c.w2, expert, false, hidden), product_size(c.w2, expert, hidden)};
 }
 
 void make_inputs(Case& c, int rows) {
@@ -132,6 +150,7 @@ void add_indexed(Case& c, int tokens) {
   c.work.tokens = tokens;
   c.work.weight_on_input = top_k == 1 && pick(0, 1);
   c.want.assign(size_t(tokens) * c.out_columns, 0);
+  c.sizes.assign(tokens, 0);
   for (int t = 0; t < tokens; t++) {
     const int first = pick(0, experts - 1);
     for (int j = 0; j < top_k; j++) {
@@ -142,7 +161,8 @@ void add_indexed(Case& c, int tokens) {
       const double weight = c.weights.back();
       const auto y = expert_row(c, expert, row_of(c, t, c.work.weight_on_input ? weight : 1));
       const double factor = c.work.weight_on_input ? 1 : weight;
-      for (int n = 0; n < c.out_columns; n++) c.want[size_t(t) * c.out_columns + n] += factor * y[n];
+      for (int n = 0; n < c.out_columns; n++) c.want[size_t(t) * c.out_columns + n] += factor * y.values[n];
+      c.sizes[t] += factor * y.size;
     }
   }
   c.work.ids = c.ids.data();
@@ -156,13 +176,15 @@ void add_grouped(Case& c, int tokens) {
   c.rows.resize(tokens);
   for (int i = 0; i < tokens; i++) c.rows[i] = tokens - 1 - i;
   c.want.resize(size_t(tokens) * c.out_columns);
+  c.sizes.resize(tokens);
   c.offsets.push_back(0);
   for (int e = 0; e < c.layer.experts; e++) {
     const int64_t low = c.offsets.back();
     const int64_t high = e + 1 == c.layer.experts ? tokens : pick(static_cast<int>(low), tokens);
     for (int64_t s = low; s < high; s++) {
       const auto y = expert_row(c, e, row_of(c, c.rows[s]));
-      std::copy(y.begin(), y.end(), c.want.begin() + c.rows[s] * c.out_columns);
+      std::copy(y.values.begin(), y.values.end(), c.want.begin() + c.rows[s] * c.out_columns);
+      c.sizes[c.rows[s]] = y.size;
     }
     c.offsets.push_back(high);
   }
