@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_SENT = 0.75  # of all rows: with more, choosing rows takes longer than it saves
+MOST_ROWS = 2048  # of one call of the CPU: its buffers have room for so many
+MOST_SENT = 0.75  # of all rows that one call has room for: with more, choosing rows takes longer than it saves
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +32,14 @@ class CpuRows:
 def expected_rows(tokens: float, slots: NDArray[np.float64]) -> NDArray[np.float64]:
     """How many rows are sent, if so many of their slots are the CPU's and lie among them by chance."""
     used = tokens * -np.expm1(-slots / tokens) if tokens else np.zeros_like(slots)
-    return np.where(used <= MOST_SENT * tokens, used, float(tokens))
+    return np.where(used <= most_chosen(tokens), used, float(tokens))
 
 
 def few_enough(used: int, tokens: int) -> bool:
     """Whether only the rows that use an expert of the CPU are sent."""
-    return used <= MOST_SENT * tokens
+    return used <= most_chosen(tokens)
+
+
+def most_chosen(tokens: float) -> float:
+    """Rows of the CPU, if not all are sent."""
+    return MOST_SENT * tokens if tokens <= MOST_ROWS else MOST_ROWS

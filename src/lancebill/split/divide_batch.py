@@ -90,7 +90,7 @@ def begin_batch(batch: LargeBatch, rates: Rates, first: Sequence[int] = ()) -> B
 
 
 def divide_batch(batch: LargeBatch, begun: Begun, rates: Rates) -> Ways:
-    return choose_ways(begun.counts, len(batch.x), batch.size, rates, begun=begun.first)
+    return choose_ways(begun.counts, len(batch.x), batch.size, rates, begun=begun.first, native=batch.native)
 
 
 def rows_of_cpu(batch: LargeBatch, begun: Begun, ways: Ways) -> CpuRows | None:

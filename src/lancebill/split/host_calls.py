@@ -20,9 +20,8 @@ from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.moe.dispatch import Indexed
-from lancebill.split.cpu_rows import CpuRows
+from lancebill.split.cpu_rows import MOST_ROWS, CpuRows
 from lancebill.split.host_threads import HostThreads
-from lancebill.split.ways import MOST_ROWS
 
 MOST_CALLS = 64  # kept for eager calls, one for each number of tokens
 _THREADS: list[HostThreads] = []  # of this process, once they are chosen
@@ -88,8 +87,8 @@ class HostCalls:
     """The host calls of one split layer. They must not be freed while they may still be made."""
 
     def __init__(self) -> None:
-        # By shape, queue, memory, and the number of a piece of a large batch.
-        self.eager: dict[tuple[HostShape, Hashable, int, int | None], tuple[list[int], MappedCall]] = {}
+        # By shape, queue, memory, and whether it takes rows of a large batch.
+        self.eager: dict[tuple[HostShape, Hashable, int, bool], tuple[list[int], MappedCall]] = {}
         self.captured: list[MappedCall] = []  # a graph does not say when it ends
         self._placed: HostThreads | None = None
         self._queues: dict[Hashable, Queue] = {}  # that eager calls were put into
@@ -122,16 +121,14 @@ class HostCalls:
         most = min(MOST_ROWS, 1 << (len(x) - 1).bit_length())  # few different numbers: each has a call of its own
         shape = HostShape(most, x.dtype, rows.ids.dtype, rows.weights.dtype, self._threads(host).count)
         sums = x.new_empty((len(rows.ids), x.shape[1]), dtype=torch.float32)
-        for piece, start in enumerate(range(0, len(sums), most)):
-            end = min(start + most, len(sums))
-            mapped = self._call(queue, host, rows.expert_map, shape, piece)
-            mapped.call.take(rows.ids[start:end], rows.weights[start:end])
-            if rows.numbers is None:
-                queue.copy(mapped.x[: end - start], x[start:end])
-            else:
-                queue.take_rows(mapped.x[: end - start], x, rows.numbers[start:end])
-            queue.call(mapped.call)
-            queue.copy(sums[start:end], mapped.out[: end - start])
+        mapped = self._call(queue, host, rows.expert_map, shape, some_rows=True)
+        mapped.call.take(rows.ids, rows.weights)
+        if rows.numbers is None:
+            queue.copy(mapped.x[: len(sums)], x)
+        else:
+            queue.take_rows(mapped.x[: len(sums)], x, rows.numbers)
+        queue.call(mapped.call)
+        queue.copy(sums, mapped.out[: len(sums)])
         return sums
 
     def _step(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, given: Sequence[Tensor]) -> MappedCall:
@@ -151,14 +148,14 @@ class HostCalls:
                 raise error.within("an earlier call of a split layer") from error
 
     def _call(
-        self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape, piece: int | None = None
+        self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape, some_rows: bool = False
     ) -> MappedCall:
         if queue.capturing:
             self.captured.append(self._make(queue, host, expert_map, shape))
             return self.captured[-1]
         self._queues[queue.key] = queue
         addresses, held = [*host.tensors.addresses(), expert_map.data_ptr()], _BUFFERS.get(queue.key)
-        found = None if held is None else self.eager.get((shape, queue.key, held.data_ptr(), piece))
+        found = None if held is None else self.eager.get((shape, queue.key, held.data_ptr(), some_rows))
         if found is not None and found[0] == addresses:
             return found[1]
         if found is not None or len(self.eager) >= MOST_CALLS:
@@ -166,7 +163,7 @@ class HostCalls:
             self.check()
             self.eager.clear()
         made = self._make(queue, host, expert_map, shape)
-        self.eager[shape, queue.key, made.call.memory.data_ptr(), piece] = addresses, made
+        self.eager[shape, queue.key, made.call.memory.data_ptr(), some_rows] = addresses, made
         return made
 
     def _make(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> MappedCall:

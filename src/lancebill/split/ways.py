@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lancebill.backends.cpu.native import Library, abi
 from lancebill.moe.problem import Problem
-from lancebill.split.cpu_rows import expected_rows
+from lancebill.split.cpu_rows import MOST_ROWS, expected_rows, most_chosen
 from lancebill.split.waves import WaveCosts, last_waves
 
 Numbers = NDArray[np.float64]
@@ -50,21 +51,16 @@ class Rates:
     # Tokens of an expert, ascending, and the us that the CPU takes, if each row has only one expert of the CPU.
     cpu_points: tuple[tuple[float, float], ...] = ()
 
-    def cpu_us(self, size: ExpertSize, tokens: Numbers) -> Numbers:
-        """The CPU's time for experts with so many tokens: on the line through the two nearest points.
+    def cpu_lines(self, size: ExpertSize) -> tuple[Numbers, Numbers]:
+        """Tokens of an expert and the CPU's time: the points, and one that no expert goes beyond, on the last line.
 
         Without points it reads the expert and then computes: the two hardly overlap.
         """
-        if len(self.cpu_points) < 2:
-            read: Numbers = size.bytes / self.cpu_gbs + tokens * size.flops / self.cpu_gflops
-            return read / 1e3
-        us: Numbers = np.interp(tokens, *self._lines)
-        return us
-
-    @cached_property
-    def _lines(self) -> tuple[Numbers, Numbers]:
-        """The points, and one so far away on the last line that no expert has more tokens."""
-        at, taken = np.array(self.cpu_points, dtype=np.float64).T
+        points = self.cpu_points
+        if len(points) < 2:
+            read, token = size.bytes / self.cpu_gbs / 1e3, size.flops / self.cpu_gflops / 1e3
+            points = (0.0, read), (1.0, read + token)
+        at, taken = np.array(points, dtype=np.float64).T
         slope = (taken[-1] - taken[-2]) / (at[-1] - at[-2])
         return np.append(at, at[-1] + _FAR), np.append(taken, taken[-1] + slope * _FAR)
 
@@ -75,7 +71,6 @@ class Rates:
         return WaveCosts(copy, pack + each, self.wave_us + tokens * self.token_us - each)
 
 
-MOST_ROWS = 2048  # of one call of the CPU: more are computed piece by piece, and each piece reads the experts again
 LATE = 1.05  # by so much the CPU may take longer than estimated: one expert too many costs more than one too few
 BOTH_WORTH = 0.95  # of the better of both ways alone, by estimate: it must not become slower
 ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=200.0)  # PCIe 5 x16, 16 cores with AMX
@@ -112,46 +107,87 @@ def size_of(problem: Problem) -> ExpertSize:
     return ExpertSize(round(stored), 2 * sum(shape.n * shape.k for shape in shapes), problem.hidden * 4)
 
 
+@dataclass(frozen=True, eq=False)
+class BatchCosts:
+    """Microseconds of a batch of so many tokens on either way, whichever experts its rows use."""
+
+    tokens: float
+    call: float  # of the CPU, for any number of rows
+    begin: float  # until the CPU has its rows, if others are copied
+    row: float  # to the CPU and back
+    wait: float  # of copies, before the first one and after the last one
+    copy: float  # of an expert
+    run: float  # for an expert that is not the neighbour of the one before
+    sums: float  # by which a row of the CPU delays copies, because its sums take the same wire
+    at: Numbers  # tokens of an expert
+    taken: Numbers  # and the CPU's time for it, on lines between these points
+    most_rows: float = MOST_ROWS
+    most_chosen: float = math.inf  # rows of the CPU, if not all are sent
+
+    def expert(self, tokens: Numbers) -> Numbers:
+        """The CPU's time for experts with so many tokens."""
+        us: Numbers = np.interp(tokens, self.at, self.taken)
+        return us
+
+    @cached_property
+    def struct(self) -> abi.BatchCostsStruct:
+        """For the library."""
+        points = self.at.ctypes.data, self.taken.ctypes.data, len(self.at)
+        numbers = self.tokens, self.call, self.begin, self.row, self.wait, self.copy, self.run, self.sums
+        return abi.BatchCostsStruct(*numbers, self.most_rows, self.most_chosen, LATE, *points)
+
+
+@lru_cache(64)
+def batch_costs(tokens: int, size: ExpertSize, rates: Rates) -> BatchCosts:
+    most, waves = rates.wave_experts, rates.wave_costs(size, tokens)
+    last = waves.fixed + waves.pack * min([most, *last_waves(most, waves)])  # it comes after all copies
+    sums = size.row_bytes / rates.copy_gbs / 1e3
+    return BatchCosts(
+        tokens=tokens,
+        call=rates.call_us,
+        begin=rates.wait_us + rates.divide_us,
+        row=1.5 * sums,  # there in 16 bits, back in 32
+        wait=rates.wait_us + last,
+        copy=max(waves.copy, waves.pack + waves.fixed / most),
+        run=rates.run_us,
+        sums=sums,
+        at=rates.cpu_lines(size)[0],
+        taken=rates.cpu_lines(size)[1],
+        most_chosen=most_chosen(tokens),
+    )
+
+
 class _Batch:
     """The times of both ways, by the number of experts that the CPU has: those with the fewest tokens."""
 
-    def __init__(self, counts: Numbers, tokens: int, size: ExpertSize, rates: Rates) -> None:
+    def __init__(self, counts: Numbers, costs: BatchCosts) -> None:
         """`counts` are the tokens of each expert, in the order in which the CPU would take them."""
-        self.counts, self.tokens, self.size, self.rates = counts, tokens, size, rates
-        self.rows = expected_rows(tokens, _sums(self.counts))  # that are sent to the CPU
-        self.rows[-1] = tokens  # a batch of which nothing is copied is sent whole
+        self.counts, self.costs, self.slots = counts, costs, _sums(counts)
+        self.rows = expected_rows(costs.tokens, self.slots)  # that are sent to the CPU
+        self.rows[-1] = costs.tokens  # a batch of which nothing is copied is sent whole
         self.cpu_us, self.stream_us = self._cpu_us(), self._stream_us()
         self.us = np.maximum(self.cpu_us, self.stream_us)
 
     def _cpu_us(self) -> Numbers:
-        rates, rows = self.rates, self.rows
-        row_us = 1.5 * self.size.row_bytes / rates.copy_gbs / 1e3  # there in 16 bits, back in 32
-        us = rates.call_us + rows * row_us
-        us[:-1] += rates.wait_us + rates.divide_us
-        if self.tokens <= MOST_ROWS:
-            us += _sums(rates.cpu_us(self.size, self.counts))
-        else:
-            self._add_pieces(us)
+        costs = self.costs
+        us = costs.call + costs.row * self.rows + _sums(costs.expert(self.counts))
+        us[:-1] += costs.begin
+        if costs.tokens > costs.most_rows:
+            us[:-1][self.slots[:-1] > costs.most_rows] = np.inf  # the experts' rows must fit one call
+            us[-1] = costs.call + costs.row * costs.tokens + self._pieces_us()
         us[0] = 0.0
         return us
 
-    def _add_pieces(self, us: Numbers) -> None:
-        """The experts' time if rows go to the CPU in pieces, each of which reads the experts again."""
-        for pieces in range(1, math.ceil(self.tokens / MOST_ROWS) + 1):
-            first, last = self.rows.searchsorted(((pieces - 1) * MOST_ROWS, pieces * MOST_ROWS), side="right")
-            parts = np.minimum(self.counts, pieces)  # pieces with the expert
-            us[first:last] += _sums(parts * self.rates.cpu_us(self.size, self.counts / parts))[first:last]
+    def _pieces_us(self) -> float:
+        """The time of all experts, if the whole batch goes to the CPU in pieces: each reads the experts again."""
+        pieces = np.minimum(self.counts, math.ceil(self.costs.tokens / self.costs.most_rows))  # with the expert
+        return float((pieces * self.costs.expert(self.counts / pieces)).sum())
 
     def _stream_us(self) -> Numbers:
-        rates, most = self.rates, self.rates.wave_experts
-        costs, copied = rates.wave_costs(self.size, self.tokens), np.arange(len(self.counts), -1, -1)
-        gpu_us = costs.pack + costs.fixed / most  # for an expert
-        last = costs.fixed + costs.pack * min([most, *last_waves(most, costs)])  # it comes after all copies
-        # Rows come back over the same wire as the copies, so they delay both ways.
-        rows_us = self.rows * self.size.row_bytes / rates.copy_gbs / 1e3
-        # The CPU's experts lie anywhere among the others.
-        runs_us = rates.run_us * copied * (len(self.counts) - copied) / max(1, len(self.counts))
-        us: Numbers = rates.wait_us + last + rows_us + runs_us + copied * max(costs.copy, gpu_us)
+        costs, used = self.costs, len(self.counts)
+        copied = np.arange(used, -1, -1)
+        runs = copied * (used - copied) / max(1, used)  # the CPU's experts lie anywhere among the others
+        us: Numbers = costs.wait + costs.sums * self.rows + costs.run * runs + costs.copy * copied
         us[-1] = 0.0
         return us
 
@@ -170,13 +206,18 @@ def choose_ways(
     rates: Rates,
     worth: float = BOTH_WORTH,
     begun: Sequence[int] = (),
+    native: Library | None = None,
 ) -> Ways:
     """The fastest division of experts, given the tokens of each. Experts without tokens go neither way.
 
     Both ways together must take at most `worth` of the time of the better one alone. Copies of `begun` have begun.
+    With a library it is found there, in a tenth of the time.
     """
+    costs = batch_costs(tokens, size, rates)
+    if native is not None:
+        return _by_library(native, counts, costs, worth, begun)
     order = _order_of_cpu(counts, begun)
-    batch = _Batch(counts[order], tokens, size, rates)
+    batch = _Batch(counts[order], costs)
     number = 0 if batch.us[0] < batch.us[-1] else len(order)
     both = int(np.maximum(LATE * batch.cpu_us, batch.stream_us).argmin())
     if batch.us[both] <= worth * batch.us[number]:
@@ -184,6 +225,16 @@ def choose_ways(
     ways = tuple(order[:number].tolist()), tuple(sorted(order[number:].tolist()))
     taken = batch.cpu_us[number], batch.stream_us[number], batch.cpu_us[-1], batch.stream_us[0], batch.rows[number]
     return Ways(*ways, *map(float, taken))
+
+
+def _by_library(native: Library, counts: Numbers, costs: BatchCosts, worth: float, begun: Sequence[int]) -> Ways:
+    late, order = np.zeros(len(counts), dtype=np.uint8), np.empty(len(counts), dtype=np.int32)
+    late[list(begun)] = 1
+    number, found = native.divide(costs.struct, worth, counts, late, order)
+    cpu, streamed = order[:number].tolist(), sorted(order[number : found.used].tolist())
+    return Ways(
+        tuple(cpu), tuple(streamed), found.cpu_us, found.stream_us, found.cpu_alone_us, found.copied_us, found.rows
+    )
 
 
 def _order_of_cpu(counts: Numbers, begun: Sequence[int]) -> NDArray[np.intp]:

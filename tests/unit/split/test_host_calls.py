@@ -114,10 +114,7 @@ def test_queued_calls_give_what_a_direct_call_gives(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("some", [True, False])
-def test_rows_of_a_large_batch_go_to_the_cpu_in_pieces(
-    some: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_calls, "MOST_ROWS", 4)
+def test_rows_of_a_large_batch_go_to_the_cpu_in_one_call(some: bool, tmp_path: Path) -> None:
     host, queue = _host_part(tmp_path), DelayedQueue()
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
     x, ids, weights = make_inputs(11, 0)
@@ -129,8 +126,8 @@ def test_rows_of_a_large_batch_go_to_the_cpu_in_pieces(
         queue.wait()
         given = Indexed(ids[numbers], weights[numbers], host.expert_map)
         assert torch.equal(sums, host.executor.run(x[numbers], given, torch.empty(len(numbers), x.shape[1])))
-    assert len(host.calls.eager) == 3 and queue.allocated == 1, "pieces share memory, and few rows take that of many"
-    whole, want, kept = _queue(queue, host, 4, 1)
+    assert len(host.calls.eager) == 1 and queue.allocated == 1, "few rows take the call of many"
+    whole, want, kept = _queue(queue, host, 16, 1)
     queue.wait()
     assert torch.equal(whole, want) and kept, "a call of as many rows is another one"
 

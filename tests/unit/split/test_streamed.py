@@ -31,14 +31,14 @@ from lancebill.numbers.unusual import unusual
 from lancebill.split import batch_maps, cpu_rows, large_batches, measure_rates, streamed
 from lancebill.split.batch_maps import wave_maps
 from lancebill.split.chosen_experts import ChosenExperts
-from lancebill.split.cpu_rows import expected_rows
+from lancebill.split.cpu_rows import MOST_ROWS, expected_rows, few_enough
 from lancebill.split.divide_batch import copy_unasked
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.large_batches import expert_size
 from lancebill.split.run_part import run_part
 from lancebill.split.streamed import BUFFERS, Stage, copy_wave, first_wave, pack_wave
 from lancebill.split.waves import WaveCosts, waves_of
-from lancebill.split.ways import BOTH_WORTH, LATE, ExpertSize, Rates, _Batch, choose_ways, expected_ways
+from lancebill.split.ways import BOTH_WORTH, LATE, ExpertSize, Rates, _Batch, batch_costs, choose_ways, expected_ways
 from lancebill.testing.checkpoints import save
 
 RATES = Rates(copy_gbs=50, cpu_gbs=150, cpu_gflops=5000, pack_gbs=200)
@@ -445,7 +445,7 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
     assert rates.wait_us == 5.0 and rates.divide_us == rates.wave_experts == 1
     assert [round(tokens) for tokens, _ in rates.cpu_points] == [1, 8, 16, 64, 128]
     assert rates.copy_gbs == pytest.approx(64 * each / 8e-3 / 1e9), "64 waves of one expert in 8 ms"
-    few, many = rates.cpu_us(expert_size(host), np.array([1.0, 64.0])).tolist()
+    few, many = batch_costs(512, expert_size(host), rates).expert(np.array([1.0, 64.0])).tolist()
     assert many >= few > 0
     assert lane.copied == 5 * 64 * each, "beside five calls"
     call, experts = measure_rates._call(host, 16)
@@ -513,12 +513,49 @@ def test_no_other_division_is_faster_by_estimate(tokens: int) -> None:
     g = torch.Generator().manual_seed(tokens)
     counts = sorted(torch.poisson(torch.full((96,), tokens / 16.0), generator=g).clamp(min=1).tolist())
     rates = replace(RATES, cpu_points=((1.0, 60.0), (8.0, 190.0), (64.0, 450.0)), wave_us=150.0, wave_experts=10)
-    batch = _Batch(np.array(counts), tokens, EXPERT, rates)
+    batch = _Batch(np.array(counts), batch_costs(tokens, EXPERT, rates))
     found = choose_ways(np.array(counts), tokens, EXPERT, rates, worth=1.0)
     late = np.maximum(LATE * batch.cpu_us, batch.stream_us)
     assert max(LATE * found.cpu_us, found.stream_us) == late.min() and len(late) == 97
     assert batch.us.min() <= found.estimate_us <= LATE * batch.us.min()
     assert found.rows == batch.rows[len(found.cpu)] <= tokens
+
+
+def test_a_batch_that_one_call_has_no_room_for_is_divided_so_that_rows_fit() -> None:
+    counts, points = np.full(64, 300.0), ((1.0, 50.0), (300.0, 150.0))
+    found = choose_ways(counts, 4096, EXPERT, replace(RATES, cpu_points=points), worth=1.0)
+    assert len(found.cpu) == 6 and 6 * 300 <= MOST_ROWS < 7 * 300 and found.rows <= 6 * 300
+    found = choose_ways(counts, 4096, EXPERT, replace(RATES, cpu_points=points, copy_gbs=10), worth=1.0)
+    assert not found.streamed, "the whole batch goes in pieces"
+    assert few_enough(MOST_ROWS, MOST_ROWS + 1) and not few_enough(MOST_ROWS, MOST_ROWS), "else all rows are sent"
+
+
+@needs_kernels
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    st.lists(st.integers(0, 300), max_size=40),
+    st.sampled_from([1, 64, 512, 2048, 2049, 20000]),
+    st.tuples(*(st.floats(low, 4.0) for low in (1.0, 1.0, 2.0, 1.0))),
+    st.sampled_from([BOTH_WORTH, 1.0]),
+    st.sets(st.integers(0, 39), max_size=4),
+    st.booleans(),
+)
+def test_the_library_divides_as_defined(
+    used: list[int], tokens: int, powers: tuple[float, ...], worth: float, begun: set[int], points: bool
+) -> None:
+    copy_gbs, cpu_gbs, cpu_gflops, run_us = (10**power for power in powers)
+    lines = ((1.0, 30.0), (16.0, 30.0), (64.0, cpu_gbs)) if points else ()
+    rates = Rates(copy_gbs, cpu_gbs, cpu_gflops, 200.0, wave_us=50.0, wave_experts=5, run_us=run_us, cpu_points=lines)
+    counts, copied = np.array(used, dtype=np.float64), sorted(expert for expert in begun if expert < len(used))
+    want, got = (
+        choose_ways(counts, tokens, EXPERT, rates, worth, copied, library) for library in (None, native.library())
+    )
+    assert got.estimate_us == pytest.approx(want.estimate_us, rel=1e-9), "the same, or as fast"
+    assert {*got.cpu} | {*got.streamed} == {*want.cpu} | {*want.streamed}
+    if len(got.cpu) == len(want.cpu):
+        assert got.cpu == want.cpu and got.streamed == want.streamed
+        for name in ("cpu_us", "stream_us", "cpu_alone_us", "copied_us", "rows"):
+            assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-9)
 
 
 def test_costs_of_a_wave_grow_with_its_experts() -> None:
@@ -531,7 +568,8 @@ def test_costs_of_a_wave_grow_with_its_experts() -> None:
 
 def test_pieces_of_neighbouring_experts_take_time() -> None:
     counts, pieces = np.full(64, 240.0), replace(RATES, run_us=30.0)
-    more = _Batch(counts, 2048, EXPERT, pieces).stream_us - _Batch(counts, 2048, EXPERT, RATES).stream_us
+    apart, joined = (_Batch(counts, batch_costs(2048, EXPERT, rates)).stream_us for rates in (pieces, RATES))
+    more = apart - joined
     assert more[0] == more[-1] == 0, "all copied are one piece"
     assert more[32] == pytest.approx(30 * 16), "half of them, at random: every second one begins a piece"
     assert choose_ways(counts, 2048, EXPERT, pieces).copied_us == choose_ways(counts, 2048, EXPERT, RATES).copied_us
@@ -539,7 +577,7 @@ def test_pieces_of_neighbouring_experts_take_time() -> None:
 
 def test_the_time_of_the_cpu_is_on_lines_through_what_was_measured() -> None:
     rates = replace(RATES, cpu_points=((1.0, 100.0), (16.0, 130.0), (64.0, 610.0)))
-    taken = rates.cpu_us(EXPERT, np.array([0.5, 1, 8.5, 16, 40, 64, 128, 2048]))
+    taken = batch_costs(64, EXPERT, rates).expert(np.array([0.5, 1, 8.5, 16, 40, 64, 128, 2048]))
     assert taken.tolist() == [100, 100, 115, 130, 370, 610, 1250, 20450], "with half a token it is read whole"
     pieces = choose_ways(np.array([4096.0]), 4096, EXPERT, rates, worth=1.0)
     whole = choose_ways(np.array([2048.0]), 2048, EXPERT, rates, worth=1.0)

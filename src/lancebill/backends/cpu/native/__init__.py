@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lancebill.backends.cpu.native import abi
@@ -82,6 +84,20 @@ class Library:
     def count_slots(self, slots: abi.SlotsStruct, counts: Tensor) -> None:
         """How many slots each expert has, in doubles."""
         self.calls.lancebill_count_slots(ctypes.byref(slots), counts.numel(), counts.data_ptr())
+
+    def divide(
+        self,
+        costs: abi.BatchCostsStruct,
+        worth: float,
+        counts: NDArray[np.float64],
+        begun: NDArray[np.uint8],
+        order: NDArray[np.int32],
+    ) -> tuple[int, abi.DivisionStruct]:
+        """How many of the experts in `order`, which is written, the CPU computes; and what that costs."""
+        found = abi.DivisionStruct()
+        given = worth, counts.ctypes.data, begun.ctypes.data, len(counts), order.ctypes.data
+        number: int = self.calls.lancebill_divide(ctypes.byref(costs), *given, ctypes.byref(found))
+        return number, found
 
     def take_rows(self, slots: abi.SlotsStruct, rows: Tensor, ids: Tensor, weights: Tensor) -> int:
         """Numbers, ids and weights of the rows with a slot of an expert, into room for all rows; how many they are."""
@@ -174,6 +190,7 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_unwatch.restype = None
     calls.lancebill_count_slots.argtypes = [c_void_p, c_int32, c_void_p]
     calls.lancebill_count_slots.restype = None
+    calls.lancebill_divide.argtypes = [c_void_p, c_double, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]
     calls.lancebill_take_rows.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
     calls.lancebill_take_rows.restype = c_int64
     calls.lancebill_host_call.argtypes = [c_void_p]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 12
+ABI = 13
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -218,6 +218,27 @@ class SlotsStruct(Structure):
         ("top_k", c_int64),
         ("expert_map", c_void_p),
         ("mapped", c_int32),
+    ]
+
+
+class BatchCostsStruct(Structure):
+    """What a large batch costs on either way."""
+
+    _fields_ = [
+        *((name, c_double) for name in ("tokens", "call", "begin", "row", "wait", "copy", "run", "sums")),
+        *((name, c_double) for name in ("most_rows", "most_chosen", "late")),
+        ("at", c_void_p),
+        ("taken", c_void_p),
+        ("points", c_int32),
+    ]
+
+
+class DivisionStruct(Structure):
+    """How a large batch is divided."""
+
+    _fields_ = [
+        ("used", c_int32),
+        *((name, c_double) for name in ("cpu_us", "stream_us", "cpu_alone_us", "copied_us", "rows")),
     ]
 
 

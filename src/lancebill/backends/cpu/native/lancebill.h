@@ -43,7 +43,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 12
+#define LANCEBILL_ABI 13
 
 #ifdef __cplusplus
 extern "C" {
@@ -196,6 +196,22 @@ typedef struct lancebill_slots {
   int32_t mapped;
 } lancebill_slots;
 
+/* What a large batch costs on either way, in microseconds: lancebill.split.ways.BatchCosts, with the same names. */
+typedef struct lancebill_batch_costs {
+  double tokens;
+  double call, begin, row;      /* the CPU's part: any call, one with only some experts, and each row */
+  double wait, copy, run, sums; /* copies: any, of an expert, for a gap between experts, and for a row of the CPU */
+  double most_rows, most_chosen;
+  double late;                  /* by so much the CPU may take longer */
+  const double *at, *taken;     /* [points] tokens of an expert, and the CPU's time */
+  int32_t points;
+} lancebill_batch_costs;
+
+typedef struct lancebill_division {
+  int32_t used; /* experts with tokens */
+  double cpu_us, stream_us, cpu_alone_us, copied_us, rows;
+} lancebill_division;
+
 /* The scoring functions of lancebill.moe.routing. */
 enum lancebill_scoring {
   LANCEBILL_SCORING_SOFTMAX = 0,
@@ -341,6 +357,11 @@ void lancebill_unwatch(lancebill_mailbox *box);
 
 /* How many slots each of the experts [experts] has. */
 void lancebill_count_slots(const lancebill_slots *slots, int32_t experts, double *counts);
+
+/* How many experts of a batch the CPU computes: the first ones of `order` [experts], which gets those with tokens.
+ * `begun` [experts]: whether its copy has begun. Both ways together must take at most `worth` of one alone. */
+int32_t lancebill_divide(const lancebill_batch_costs *costs, double worth, const double *counts, const uint8_t *begun,
+                         int32_t experts, int32_t *order, lancebill_division *found);
 
 /* The rows with a slot of an expert: their numbers, ids and weights, one after the other; returns how many. There is
  * room for all rows. */
