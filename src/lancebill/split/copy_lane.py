@@ -22,6 +22,7 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._number = self.stream.cuda_stream
+        self._pieces: list[tuple[int, int, int]] = []  # of the wave that is being queued
         self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._released = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._one_at_a_time, self._ended = threading.Lock(), torch.cuda.Event()
@@ -30,8 +31,7 @@ class CudaLane:
     def batch(self) -> Iterator[None]:
         """The buffers belong to one batch: one of another stream must have ended before."""
         with self._one_at_a_time:
-            self._ended.synchronize()
-            self.begin_batch()
+            self._ended.synchronize()  # so no buffer is read any more
             try:
                 yield
             finally:
@@ -53,13 +53,14 @@ class CudaLane:
     def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
         """By addresses: slices of tensors would take the host longer than the copy."""
         row = source.stride(0) * source.element_size()
-        to, start = target.data_ptr() + place * row, source.data_ptr() + first * row
-        driver.copy_async(to, start, count * row, self._number)
+        self._pieces.append((target.data_ptr() + place * row, source.data_ptr() + first * row, count * row))
 
     def begin(self, buffer: int) -> None:
+        self._pieces.clear()
         self.stream.wait_event(self._released[buffer])
 
     def filled(self, buffer: int) -> None:
+        driver.copy_together(self._pieces, self._number)
         self._filled[buffer].record(self.stream)
 
     def use(self, buffer: int) -> None:
