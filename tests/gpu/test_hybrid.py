@@ -284,7 +284,7 @@ def test_copied_experts_compute_the_whole_layer(
     whole, split = load(folder), load(folder, gpu_experts=on_gpu)
     sent, choose = list[Ways](), divide_batch.choose_ways
     monkeypatch.setattr(divide_batch, "choose_ways", lambda *a, **b: sent.append(choose(*a, **b)) or sent[-1])
-    for tokens in (100, 1500):
+    for tokens in (100, 1500, 5000):
         for seed in range(3):
             given = inputs(tokens, seed)
             assert worst_row(run(split, given), run(whole, given)) < 2e-2, (tokens, seed)

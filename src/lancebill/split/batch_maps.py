@@ -15,7 +15,7 @@ from torch import Tensor
 from lancebill.moe.dispatch import Indexed
 from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.cpu_rows import CpuRows, few_enough
-from lancebill.split.gpu_queues import MailboxQueue
+from lancebill.split.gpu_queues import MailboxQueue, on_device
 
 
 class BatchMaps:
@@ -24,24 +24,26 @@ class BatchMaps:
     def __init__(self, experts: int, known: int, tokens: int, top_k: int, device: torch.device) -> None:
         """Of a part with so many experts, for physical ids below `known` and batches of at most so many tokens."""
         self.experts, self.known, self.tokens, self.device = experts, known, tokens, device
-        slots, queue = (tokens, top_k), MailboxQueue(device)
-        sizes = [tokens * top_k, tokens * top_k, tokens, known, 1]
+        queue, sizes = MailboxQueue(device), [2 * tokens * top_k, tokens, known, 1]
         memory = queue.allocate(4 * sum(sizes)).view(torch.int32)
-        ids, weights, self._rows, self._copied, self._flag = memory.split(sizes)
-        self._ids, self._weights = ids.view(slots), weights.view(torch.float32).view(slots)
-        ids, weights, self._seen_rows, self._seen_copied, self._seen_flag = queue.mapped(memory).split(sizes)
-        self._seen_ids, self._seen_weights = ids.view(slots), weights.view(torch.float32).view(slots)
-        self._cpu_map = torch.empty(known, dtype=torch.int32, device="cpu")
-        self._sent_ids, self._sent_weights = torch.empty_like(self._ids), torch.empty_like(self._weights)
+        self._slots, self._rows, self._copied, self._flag = memory.split(sizes)
+        self._seen_slots, self._seen_rows, self._seen_copied, self._seen_flag = queue.mapped(memory).split(sizes)
+        self.cpu_map = torch.empty(known, dtype=torch.int32, device="cpu")  # of the experts that the CPU computes
+        self._sent_ids = torch.empty((tokens, top_k), dtype=torch.int32, device="cpu")
+        self._sent_weights = torch.empty_like(self._sent_ids, dtype=torch.float32)
+
+    def ask(self, dispatch: Indexed) -> None:
+        """Queue that ids and weights go to host memory: by one kernel, if they have the usual types."""
+        ids, weights = dispatch.ids, dispatch.weights.float()
+        small = ids if ids.dtype == torch.int32 else ids.clamp(-1, self.known).int()  # both ends are no expert
+        words = small.view(-1), weights.view(-1).view(torch.int32)
+        torch.cat(words, out=self._seen_slots[: 2 * ids.numel()])
 
     def fetch(self, dispatch: Indexed) -> tuple[Tensor, Tensor]:
-        """Ids and weights in host memory. Waits until the current stream of the device is there."""
-        rows, ids = len(dispatch.ids), dispatch.ids
-        small = ids if ids.dtype == torch.int32 else ids.clamp(-1, self.known)  # both are no expert
-        torch.add(small, 0, out=self._seen_ids[:rows])
-        torch.mul(dispatch.weights, 1.0, out=self._seen_weights[:rows])  # also from bf16
+        """Ids and weights in host memory, as asked for. Waits until the current stream of the device is there."""
         MailboxQueue(self.device).wait()
-        return self._ids[:rows], self._weights[:rows]
+        ids, weights = self._slots[: 2 * dispatch.ids.numel()].view(2, *dispatch.ids.shape)
+        return ids, weights.view(torch.float32)
 
     def answer(self, flag: Tensor) -> bool:
         """Whether a flag is set. Waits likewise."""
@@ -51,12 +53,11 @@ class BatchMaps:
 
     def cpu_rows(self, chosen: ChosenExperts, expert_map: Tensor, on_cpu: Sequence[int]) -> CpuRows:
         """The rows that use one of these experts; `expert_map` is that of the part."""
-        self._cpu_map.numpy()[:] = _with_places(self.experts, on_cpu, on_cpu)[expert_map.numpy()]
-        used = chosen.take(self._cpu_map, self._rows, self._sent_ids, self._sent_weights)
+        self.cpu_map.numpy()[:] = _with_places(self.experts, on_cpu, on_cpu)[expert_map.numpy()]
+        used = chosen.take(self.cpu_map, self._rows, self._sent_ids, self._sent_weights)
         if not few_enough(used, len(chosen.ids)):
-            return CpuRows(self._cpu_map, chosen.ids, chosen.weights, None)
-        numbers = _on_device(self._seen_rows[:used])
-        return CpuRows(self._cpu_map, self._sent_ids[:used], self._sent_weights[:used], numbers)
+            return CpuRows(chosen.ids, chosen.weights, None)
+        return CpuRows(self._sent_ids[:used], self._sent_weights[:used], self._seen_rows[:used])
 
     def copied(self, expert_map: Tensor, waves: Sequence[Sequence[int]], each: int, on_cpu: Sequence[int]) -> Tensor:
         """For each physical id `each` times its wave and its place there, or -1, on the device.
@@ -68,7 +69,7 @@ class BatchMaps:
         places = _with_places(self.experts, slots, numbers)
         places[list(on_cpu)] = -1
         self._copied.numpy()[:] = places[expert_map.numpy()]
-        return _on_device(self._seen_copied)
+        return on_device(self._seen_copied)
 
 
 def _with_places(experts: int, these: Sequence[int], places: Sequence[int]) -> NDArray[np.int32]:
@@ -76,11 +77,6 @@ def _with_places(experts: int, these: Sequence[int], places: Sequence[int]) -> N
     found = np.full(experts + 1, -1, dtype=np.int32)
     found[list(these)] = places
     return found
-
-
-def _on_device(seen: Tensor) -> Tensor:
-    """A copy that a kernel makes, not a copy engine."""
-    return torch.add(seen, 0)
 
 
 def wave_maps(numbers: Tensor, waves: int, each: int) -> Tensor:

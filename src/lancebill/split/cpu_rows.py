@@ -14,19 +14,26 @@ MOST_SENT = 0.75  # of all rows that one call has room for: with more, choosing 
 
 @dataclass(frozen=True, eq=False)
 class CpuRows:
-    """Rows of a batch, and the map of the experts that the CPU computes for them.
+    """Rows of a batch that the CPU gets.
 
-    The map, ids [n, k] in int32 and weights in fp32 stay where they are in host memory until the batch has ended.
+    Ids [n, k] in int32 and weights in fp32 stay where they are in host memory until the batch has ended.
     """
 
-    expert_map: Tensor
     ids: Tensor
     weights: Tensor
-    numbers: Tensor | None  # in the batch, on the device; None: all rows are sent
+    numbers: Tensor | None  # in the batch, in host memory that the device can read; None: all rows are sent
 
-    def add_to(self, total: Tensor, sums: Tensor) -> Tensor:
+
+@dataclass(frozen=True, eq=False)
+class CpuSums:
+    """What the CPU computed for rows of a batch, and their numbers, on the device."""
+
+    sums: Tensor
+    numbers: Tensor | None  # None: of all rows
+
+    def add_to(self, total: Tensor) -> Tensor:
         """Add the sums of these rows to those of all rows."""
-        return total.add_(sums) if self.numbers is None else total.index_add_(0, self.numbers, sums)
+        return total.add_(self.sums) if self.numbers is None else total.index_add_(0, self.numbers, self.sums)
 
 
 def expected_rows(tokens: float, slots: NDArray[np.float64]) -> NDArray[np.float64]:

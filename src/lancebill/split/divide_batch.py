@@ -22,9 +22,10 @@ from lancebill.split.batch_maps import BatchMaps
 from lancebill.split.chosen_experts import ChosenExperts
 from lancebill.split.copy_lane import CudaLane
 from lancebill.split.cpu_rows import CpuRows
+from lancebill.split.host_calls import RowsCall
 from lancebill.split.streamed import BUFFERS, Stage, copy_wave, first_wave, pack_wave
 from lancebill.split.waves import shortest_wave, waves_of
-from lancebill.split.ways import ExpertSize, Numbers, Rates, Ways, choose_ways, used_share
+from lancebill.split.ways import ExpertSize, Numbers, Rates, Ways, batch_costs, choose_ways, used_share
 
 NEARLY_ALL = 0.9  # of the experts are used, if a router chooses all equally often
 _TIMES = 9
@@ -107,8 +108,11 @@ def queue_waves(batch: LargeBatch, begun: Begun, ways: Ways, rates: Rates) -> Wa
     return Waves(waves, batch.room.copied(batch.host_map, waves, each, ways.cpu))
 
 
-def host_us(batch: LargeBatch, rates: Rates, ask_cpu: Callable[[LargeBatch, CpuRows], object]) -> tuple[float, float]:
-    """How many microseconds the host takes until this batch's first copies are queued, and then to ask the CPU."""
+def host_us(batch: LargeBatch, rates: Rates, prepare: Callable[[LargeBatch], RowsCall]) -> tuple[float, float, float]:
+    """Microseconds until this batch's first copies are queued, then until the CPU is asked, and to the CPU and back.
+
+    The last one is that of no rows, and stays as assumed if the CPU gets none.
+    """
     taken = []
     for _ in range(_TIMES):
         torch.cuda.synchronize()
@@ -116,11 +120,16 @@ def host_us(batch: LargeBatch, rates: Rates, ask_cpu: Callable[[LargeBatch, CpuR
         start = time.perf_counter()
         first = copy_unasked(batch)
         then = time.perf_counter()
+        batch.room.ask(batch.dispatch)
+        call = prepare(batch)
         begun = begin_batch(batch, rates, first)
         rows = rows_of_cpu(batch, begun, divide_batch(batch, begun, rates))
-        if rows is not None:
-            ask_cpu(batch, rows)
-        taken.append((then - start, time.perf_counter() - then))
+        sent = None if rows is None else call.send(rows)
+        asked, way = time.perf_counter(), rates.call_us
+        if sent is not None:
+            rows_us = len(sent.sums) * batch_costs(len(batch.x), batch.size, rates).row
+            way = max(0.0, call.way_us() - rows_us)
+        taken.append(((then - start) * 1e6, (asked - then) * 1e6, way))
     torch.cuda.synchronize()
-    begin, divide = (median(each) * 1e6 for each in zip(*taken))
-    return begin, divide
+    begin, divide, way = map(median, zip(*taken))
+    return begin, divide, way

@@ -6,6 +6,7 @@ a graph.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.moe.dispatch import Indexed
-from lancebill.split.cpu_rows import MOST_ROWS, CpuRows
+from lancebill.split.cpu_rows import MOST_ROWS, CpuRows, CpuSums
 from lancebill.split.host_threads import HostThreads
 
 MOST_CALLS = 64  # kept for eager calls, one for each number of tokens
@@ -41,6 +42,9 @@ class Queue(Protocol):
     def gather(self, target: Tensor, sources: Sequence[Tensor]) -> None:
         """Write the bytes of the sources, one after the other, into mapped memory."""
 
+    def fetched(self, memory: Tensor) -> Tensor:
+        """A copy of mapped memory, for steps that read it more than once."""
+
     def take_rows(self, target: Tensor, source: Tensor, numbers: Tensor) -> None:
         """Write the rows with these numbers into mapped memory."""
 
@@ -54,6 +58,9 @@ class Queue(Protocol):
 
     def wait(self) -> None:
         """Until all that was queued has run."""
+
+    def join(self) -> None:
+        """Let what the caller queues next wait for all that was queued here."""
 
 
 def use_host_threads(threads: HostThreads) -> None:
@@ -81,6 +88,37 @@ class MappedCall:
         """The first part of what is given."""
         rows = self.call.x
         return self.given[: rows.nbytes].view(rows.dtype).view(rows.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsCall:
+    """A call that is prepared before it is known which rows of x it gets."""
+
+    queue: Queue
+    mapped: MappedCall
+    x: Tensor
+
+    def send(self, rows: CpuRows) -> CpuSums:
+        """Queue the call. Its sums are there when the queue has come so far."""
+        count, mapped, queue = len(rows.ids), self.mapped, self.queue
+        mapped.call.take(rows.ids, rows.weights)
+        numbers = None if rows.numbers is None else queue.fetched(rows.numbers)
+        if numbers is None:
+            queue.copy(mapped.x[:count], self.x)
+        else:
+            queue.take_rows(mapped.x[:count], self.x, numbers)
+        queue.call(mapped.call)
+        sums = self.x.new_empty((count, self.x.shape[1]), dtype=torch.float32)
+        queue.copy(sums, mapped.out[:count])
+        return CpuSums(sums, numbers)
+
+    def way_us(self) -> float:
+        """Waits for the call that was just sent: microseconds in which the CPU did not compute it."""
+        call, start = self.mapped.call.call, time.perf_counter()
+        before: int = call.nanoseconds
+        self.queue.wait()
+        computed: int = call.nanoseconds - before
+        return (time.perf_counter() - start) * 1e6 - computed / 1e3
 
 
 class HostCalls:
@@ -116,20 +154,11 @@ class HostCalls:
             queue.copy(pieces[3], self._step(queue, host, expert_map, pieces[:3]).out)
         return sums
 
-    def queue_rows(self, queue: Queue, host: CpuExecutor, x: Tensor, rows: CpuRows) -> Tensor:
-        """As `queue`, of rows whose ids and weights are in host memory already. Returns sums that are not there."""
+    def prepare_rows(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, x: Tensor) -> RowsCall:
+        """A call for rows of x that are known later, with ids and weights in host memory."""
         most = min(MOST_ROWS, 1 << (len(x) - 1).bit_length())  # few different numbers: each has a call of its own
-        shape = HostShape(most, x.dtype, rows.ids.dtype, rows.weights.dtype, self._threads(host).count)
-        sums = x.new_empty((len(rows.ids), x.shape[1]), dtype=torch.float32)
-        mapped = self._call(queue, host, rows.expert_map, shape, some_rows=True)
-        mapped.call.take(rows.ids, rows.weights)
-        if rows.numbers is None:
-            queue.copy(mapped.x[: len(sums)], x)
-        else:
-            queue.take_rows(mapped.x[: len(sums)], x, rows.numbers)
-        queue.call(mapped.call)
-        queue.copy(sums, mapped.out[: len(sums)])
-        return sums
+        shape = HostShape(most, x.dtype, torch.int32, torch.float32, self._threads(host).count)
+        return RowsCall(queue, self._call(queue, host, expert_map, shape, some_rows=True), x)
 
     def _step(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, given: Sequence[Tensor]) -> MappedCall:
         dtypes = [tensor.dtype for tensor in given]

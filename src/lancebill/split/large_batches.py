@@ -19,7 +19,7 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
 from lancebill.split.batch_maps import BatchMaps, wave_maps
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.cpu_rows import CpuRows
+from lancebill.split.cpu_rows import CpuSums
 from lancebill.split.divide_batch import (
     Begun,
     LargeBatch,
@@ -32,6 +32,7 @@ from lancebill.split.divide_batch import (
     rows_of_cpu,
 )
 from lancebill.split.gpu_queues import SideStream
+from lancebill.split.host_calls import RowsCall
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart, run_part
 from lancebill.split.streamed import BUFFERS, Stage
@@ -85,10 +86,12 @@ class LargeBatches:
         with lane_of(x.device.index or 0).batch():
             batch = self._batch(x, dispatch, host_map)
             first = copy_unasked(batch) if not self.shared else ()  # those that move may be on the device
+            batch.room.ask(dispatch)
             self.host.calls.check()
+            call = self._prepare_cpu(batch)
             begun = begin_batch(batch, rates, first)
             ways = divide_batch(batch, begun, rates)
-            return self._run(batch, begun, ways, rates, out) if ways.streamed else None
+            return self._run(batch, begun, ways, rates, call, out) if ways.streamed else None
 
     def _batch(self, x: Tensor, dispatch: Indexed, host_map: Tensor) -> LargeBatch:
         host, lane = self._cpu, lane_of(x.device.index or 0)
@@ -109,34 +112,29 @@ class LargeBatches:
         assert isinstance(executor, CpuExecutor)
         return executor
 
-    def _ask_cpu(self, batch: LargeBatch, rows: CpuRows) -> tuple[SideStream, Tensor]:
-        """Queue the CPU's part: its stream, and its sums."""
-        side = SideStream(batch.x.device)
-        try:
-            return side, self.host.calls.queue_rows(side, self._cpu, batch.x, rows)
-        except BaseException:
-            side.join()  # what is queued already reads rows and writes sums, whose memory is free now
-            raise
+    def _prepare_cpu(self, batch: LargeBatch) -> RowsCall:
+        """All that can be done for the CPU's part before the router's ids are there."""
+        return self.host.calls.prepare_rows(SideStream(batch.x.device), self._cpu, batch.room.cpu_map, batch.x)
 
-    def _run(self, batch: LargeBatch, begun: Begun, ways: Ways, rates: Rates, out: Tensor) -> Tensor:
+    def _run(self, batch: LargeBatch, begun: Begun, ways: Ways, rates: Rates, call: RowsCall, out: Tensor) -> Tensor:
         x, rows = batch.x, rows_of_cpu(batch, begun, ways)
-        side, sums = (None, None) if rows is None else self._ask_cpu(batch, rows)
         try:
+            on_cpu = None if rows is None else call.send(rows)
             waves = queue_waves(batch, begun, ways, rates)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
                 computed = self._on_gpu(batch, waves)
         finally:
-            if side is not None:
-                side.join()
+            if rows is not None:
+                call.queue.join()  # what is queued reads rows and writes sums, also if the rest fails
         if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             batch = replace(batch, x=x.clone())  # the result may be written over it before it is read again
-        _add(*computed, sums, rows, out)
+        _add(*computed, on_cpu, out)
         if flags and _was_unusual(batch, flags):
             batch.lane.begin_batch()
             for number in range(BUFFERS):
                 batch.copy(waves.experts, number)
             with repeating():
-                _add(*self._on_gpu(batch, waves), sums, rows, out)
+                _add(*self._on_gpu(batch, waves), on_cpu, out)
         return out
 
     def _on_gpu(self, batch: LargeBatch, waves: Waves) -> tuple[Tensor, Tensor]:
@@ -156,7 +154,7 @@ class LargeBatches:
             last = compute(maps[number])
         return total, last
 
-    def _host_us(self, rates: Rates, device: torch.device) -> tuple[float, float]:
+    def _host_us(self, rates: Rates, device: torch.device) -> tuple[float, float, float]:
         """Of a batch that is routed to all experts alike."""
         problem = self.host.executor.problem
         x = torch.zeros(_TIMED, problem.hidden, dtype=problem.input.storage, device=device)
@@ -165,7 +163,7 @@ class LargeBatches:
         places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
         places[places >= problem.experts] = -1
         dispatch = Indexed(ids, torch.ones_like(ids, dtype=torch.float32))
-        return host_us(self._batch(x, dispatch, places), rates, self._ask_cpu)
+        return host_us(self._batch(x, dispatch, places), rates, self._prepare_cpu)
 
     def known_rates(self) -> Rates:
         """As measured when a large batch first needed them; assumed before."""
@@ -199,12 +197,12 @@ def _was_unusual(batch: LargeBatch, flags: list[Tensor]) -> bool:
         return batch.room.answer(any_set(flags))
 
 
-def _add(total: Tensor, last: Tensor, sums: Tensor | None, rows: CpuRows | None, out: Tensor) -> None:
+def _add(total: Tensor, last: Tensor, on_cpu: CpuSums | None, out: Tensor) -> None:
     """The GPU's sums and those of the CPU, which has all rows or some."""
-    if rows is None or sums is None:
+    if on_cpu is None:
         torch.add(total, last, out=out)
     else:
-        out.copy_(rows.add_to(total.add_(last), sums))
+        out.copy_(on_cpu.add_to(total.add_(last)))
 
 
 def expert_size(host: Executor) -> ExpertSize:

@@ -24,9 +24,9 @@ from lancebill.split.streamed import BUFFERS, Stage, copy_wave, pack_wave
 from lancebill.split.ways import Rates
 
 BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
-# Tokens of an expert: it is read; part of a tile; a whole one; computing takes longer than reading; and about the most
-# with which the CPU is still worth asking, because a line drawn further misleads.
-COUNTS = (1, 8, 16, 64, 128)
+# Tokens of an expert: it is read; half a tile of 16; computing takes longer than reading; and about the most with which
+# the CPU is still worth asking, because a line drawn further misleads. The last tile is half full, as it is on average.
+COUNTS = (1, 8, 24, 72, 136)
 _EXPERTS = 16  # of a call; the next call uses others, which are not in the CPU's caches
 _COPIED = 4 << 30  # bytes that are copied while the CPU computes: time for some of the longest calls
 _MOST_COPIES = 64  # waves
@@ -34,9 +34,9 @@ _BEST_OF = 3
 
 
 def measure_rates(
-    host: CpuExecutor, stage: Stage, lane: CudaLane, host_us: Callable[[Rates], tuple[float, float]]
+    host: CpuExecutor, stage: Stage, lane: CudaLane, host_us: Callable[[Rates], tuple[float, float, float]]
 ) -> Rates:
-    """Takes some tenths of a second, once for each problem. `host_us`: to begin a batch, and to divide it."""
+    """Takes some tenths of a second, once for each problem. `host_us`: to begin a batch, divide it, ask the CPU."""
     each = sum(t[0].nbytes for tensors in host.tensors.packed().values() for t in tensors.values())
     wave = stage.experts * each
     flops = 2 * sum(shape.n * shape.k for shape in host.problem.matrices.values())
@@ -66,8 +66,8 @@ def measure_rates(
         wave_experts=stage.experts,
         cpu_points=tuple(points),
     )
-    wait_us, divide_us = host_us(rates)
-    return replace(rates, wait_us=wait_us, divide_us=divide_us)
+    wait_us, divide_us, call_us = host_us(rates)
+    return replace(rates, wait_us=wait_us, divide_us=divide_us, call_us=call_us)
 
 
 def _both(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -48,6 +49,11 @@ class DelayedQueue:
             self.copy(target[at : at + source.nbytes], source)
             at += source.nbytes
 
+    def fetched(self, memory: Tensor) -> Tensor:
+        found = torch.empty_like(memory)
+        self.copy(found, memory)
+        return found
+
     def take_rows(self, target: Tensor, source: Tensor, numbers: Tensor) -> None:
         self.steps.append((partial(torch.index_select, source, 0, numbers, out=target),))
 
@@ -69,6 +75,9 @@ class DelayedQueue:
     def wait(self) -> None:
         self.run()
         self.steps.clear()
+
+    def join(self) -> None:
+        self.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -114,22 +123,45 @@ def test_queued_calls_give_what_a_direct_call_gives(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("some", [True, False])
-def test_rows_of_a_large_batch_go_to_the_cpu_in_one_call(some: bool, tmp_path: Path) -> None:
+def test_a_prepared_call_computes_the_rows_that_are_sent(some: bool, tmp_path: Path) -> None:
     host, queue = _host_part(tmp_path), DelayedQueue()
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
     x, ids, weights = make_inputs(11, 0)
-    for numbers in ([0, 2, 3, 5, 6, 7, 8, 9, 10], [1, 4]) if some else ([*range(11)],):
-        rows = CpuRows(
-            host.expert_map, ids[numbers].int(), weights[numbers].float(), torch.tensor(numbers) if some else None
-        )
-        sums = host.calls.queue_rows(queue, host.executor, x, rows)
-        queue.wait()
-        given = Indexed(ids[numbers], weights[numbers], host.expert_map)
-        assert torch.equal(sums, host.executor.run(x[numbers], given, torch.empty(len(numbers), x.shape[1])))
+    for chosen in ([0, 2, 3, 5, 6, 7, 8, 9, 10], [1, 4]) if some else ([*range(11)],):
+        call = host.calls.prepare_rows(queue, host.executor, host.expert_map, x)
+        numbers = torch.tensor(chosen, dtype=torch.int32) if some else None
+        on_cpu = call.send(CpuRows(ids[chosen].int(), weights[chosen].float(), numbers))
+        queue.join()
+        given = Indexed(ids[chosen], weights[chosen], host.expert_map)
+        want = host.executor.run(x[chosen], given, torch.empty(len(chosen), x.shape[1]))
+        assert torch.equal(on_cpu.sums, want)
+        total = on_cpu.add_to(torch.ones(x.shape))
+        assert torch.equal(total[chosen], 1 + want) and float(total.sub(1).abs().sum(1).count_nonzero()) <= len(chosen)
     assert len(host.calls.eager) == 1 and queue.allocated == 1, "few rows take the call of many"
     whole, want, kept = _queue(queue, host, 16, 1)
     queue.wait()
     assert torch.equal(whole, want) and kept, "a call of as many rows is another one"
+
+
+def test_the_way_to_the_cpu_and_back_is_what_the_cpu_does_not_compute(tmp_path: Path) -> None:
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    x, ids, weights = make_inputs(11, 0)
+    call = host.calls.prepare_rows(queue, host.executor, host.expert_map, x)
+    on_cpu = call.send(CpuRows(ids.int(), weights.float(), None))
+    queue.steps.append((time.sleep, 0.02))
+    start, computed = time.perf_counter(), call.mapped.call.call
+    way = call.way_us()
+    whole = (time.perf_counter() - start) * 1e6
+    assert 20_000 <= way <= whole - computed.nanoseconds / 1e3 and computed.count == 1 and on_cpu
+
+
+def test_one_call_has_room_for_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_calls, "MOST_ROWS", 4)
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    call = host.calls.prepare_rows(queue, host.executor, host.expert_map, make_inputs(11, 0)[0])
+    assert len(call.mapped.x) == len(call.mapped.out) == 4
 
 
 def test_a_queued_call_keeps_the_ids_and_weights_of_its_rows(tmp_path: Path) -> None:
@@ -139,12 +171,13 @@ def test_a_queued_call_keeps_the_ids_and_weights_of_its_rows(tmp_path: Path) -> 
     x, ids, weights = make_inputs(5, 0)
     arrays = [ids.int().numpy(), weights.float().numpy()]
     held = [weakref.ref(array) for array in arrays]
-    rows = CpuRows(host.expert_map, *map(torch.from_numpy, arrays), None)
-    sums = host.calls.queue_rows(queue, host.executor, x, rows)
-    del rows, arrays
+    on_cpu = host.calls.prepare_rows(queue, host.executor, host.expert_map, x).send(
+        CpuRows(*map(torch.from_numpy, arrays), None)
+    )
+    del arrays
     assert all(array() is not None for array in held)
     queue.wait()
-    assert torch.equal(sums, host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape)))
+    assert torch.equal(on_cpu.sums, host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape)))
 
 
 def test_a_captured_call_is_replayed_with_new_rows(tmp_path: Path) -> None:
