@@ -22,8 +22,8 @@ is measured after a call of its own kind. `asked_us` is the time of the CPU's pa
 library's own clock, and `share_us` the estimate of that part from the start of the call to its sums on the GPU.
 `lane_gbs` is the rate of the layer's own copies alone, `alone_us` the time of the CPU's part without a GPU; `beside_us`
 and `beside_gbs` are those of both at work (batches of one call of the CPU); `wire_us` is the bytes of missing experts /
-the rate of pinned copies (`wire_gbs`, of the same run), `together_us` the time of the CPU and the wire together,
-`over_best` the planned time over the best of these three.
+the rate of pinned copies in the same run (`wire_gbs`, of 2 GiB; `small_wire_gbs` is that of 256 MiB), `together_us` the
+time of the CPU and the wire together, `over_best` the planned time over the best of these three.
 
 `peers`: the CPU's part with all experts, and other libraries with the same ones on as many threads; `difference` is the
 relative difference of their results to ours. `ended_with`: the process that measures them did not end well.
@@ -71,6 +71,7 @@ from lancebill.split.ways import size_of
 
 DECODE, PREFILL, PEERS, MOVES, THREADS = "decode", "prefill", "peers", "moves", "threads"
 HALF = 50  # percent of experts on the GPU
+WIRE = 2 << 30, 256 << 20  # bytes: as many as the experts of a layer, and as few as caches of the CPU may hold
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, threads: HostThreads) -> None:
         self.arguments, self.threads = arguments, threads
-        self.wire_gbs = wire_rate() if arguments.device == "cuda" else 0.0
+        self.wire_gbs, self.small_wire_gbs = map(wire_rate, WIRE) if arguments.device == "cuda" else (0.0, 0.0)
         self._experts: dict[tuple[str, str], Experts] = {}
 
     def measure(self, cell: Cell) -> Iterator[dict[str, Any]]:
@@ -148,10 +149,10 @@ def launched(wanted: list[Cell]) -> Iterator[tuple[Problem, int]]:
             yield from ((wave, tokens) for tokens in (*BATCHES, cell.tokens))
 
 
-def wire_rate() -> float:
-    """GB/s of copies from pinned memory to the GPU, the best of five."""
-    source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-    target, best = torch.empty_like(source, device="cuda"), 0.0
+def wire_rate(size: int) -> float:
+    """GB/s of copies from so many bytes of pinned memory to the GPU, the best of five."""
+    source, best = torch.zeros(size, dtype=torch.uint8, pin_memory=True), 0.0
+    target = torch.empty_like(source, device="cuda")
     for _ in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -196,6 +197,7 @@ def main() -> None:
     machine: dict[str, Any] = gpu_machine() if arguments.device == "cuda" else {}
     machine |= {"cpu": describe()["cpu"], "threads": threads.count, "cpus": threads.cpus, "level": library.best}
     machine |= {"read_gbs": [rounded(read_rate(threads.count))], "wire_gbs": rounded(run.wire_gbs)}
+    machine["small_wire_gbs"] = rounded(run.small_wire_gbs)
     record = {
         **origin("hybrid.py"), "machine": machine, "kt-kernel": package_version("kt-kernel"), "note": arguments.note,
         "compiled_s": rounded(compiled_s), "not_compiled": failed,

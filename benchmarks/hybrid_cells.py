@@ -33,8 +33,8 @@ from lancebill.split.streamed import BUFFERS, copy_wave
 from lancebill.split.ways import BOTH_WORTH, MOST_ROWS, Rates
 from lancebill.testing.layers import worst_row
 
-TURNS = 8  # what is compared is measured in turns: the rate of memory changes from second to second
-ENOUGH_S = 0.012  # of one measurement
+TURNS = 12  # what is compared is measured in turns: the rate of memory changes from second to second
+ENOUGH_S = 0.006  # of one measurement
 ROUNDS = 1, 25  # at least, at most
 PREFILLS = 5
 STEPS = 200, 400  # of a layer whose experts move: first, and timed
