@@ -55,6 +55,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
             ("tl", tl),
             ("range", scalars),
             ("column_at", convert_row.column_at.fn),
+            ("divide", convert_row.divide.fn),
         ):
             monkeypatch.setattr(module, name, stand_in, raising=False)
     monkeypatch.setattr(decode_finish, "sum_pieces", decode_finish.sum_pieces.fn)

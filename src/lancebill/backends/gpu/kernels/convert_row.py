@@ -47,7 +47,7 @@ def _rotate(row, W: tl.constexpr, ROTATION: tl.constexpr):
 
 
 @triton.jit
-def _divide(x, by):
+def divide(x, by):
     """x / by, to be rounded to 8 bits: a reciprocal and one correction take a third of the time of divisions.
 
     The reciprocal is correctly rounded. The corrected quotient is the nearest number, or its neighbour if x / by is
@@ -108,7 +108,7 @@ def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
         else:
             scale = tl.div_rn(largest, 127.0)
             scale = tl.where(scale == 0, 1.0, scale)
-            row = _divide(row, scale)
+            row = divide(row, scale)
         row = _to_int8(row)
     else:
         if STATIC:
@@ -117,7 +117,7 @@ def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
         else:
             scale = tl.div_rn(tl.max(tl.abs(row), 0), 448.0)
             scale = tl.where(scale > 0, scale, 1.0)
-            row = _divide(row, scale)
+            row = divide(row, scale)
         row = _to_e4m3(row)
     return row, scale
 

@@ -10,7 +10,7 @@ from lancebill.backends.gpu.kernels import convert_row
 from lancebill.backends.gpu.kernels.decode_finish import T
 from lancebill.backends.gpu.kernels.gluon_names import LARGER_VIEWS, barrier, view
 
-column_at = gluon.jit(convert_row.column_at.fn)
+column_at, divide = gluon.jit(convert_row.column_at.fn), gluon.jit(convert_row.divide.fn)
 
 
 @gluon.constexpr_function
@@ -58,8 +58,8 @@ def load_slices(x, first, width, SLICES: gl.constexpr):
 
 @gluon.jit
 def quantise_slices(part, scale):
-    """Quantise to e4m3, as `convert_row` does. Plain divisions: a block converts few numbers."""
-    return gl.div_rn(part.to(gl.float32), scale).to(gl.float8e4nv)
+    """Quantise to e4m3, as `convert_row` does."""
+    return divide(part.to(gl.float32), scale).to(gl.float8e4nv)
 
 
 @gluon.jit
