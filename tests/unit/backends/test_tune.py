@@ -231,6 +231,18 @@ def test_decoding_takes_two_blocks_where_they_have_whole_tiles_or_are_enough() -
     assert hopper.decode_chunks(form, 256, 4 * 28, known=False)[1] == 3
 
 
+@pytest.mark.parametrize(
+    ("tiles", "stages", "each", "blocks"),
+    [(92, 6, 3, 2), (92, 12, 3, 3), (40, 32, 4, 3), (96, 8, 4, 2), (80, 32, 7, 3)],
+    ids=["half-tiles", "quarters", "eighths", "thirds-do-not-fit", "quarters-are-too-long"],
+)
+def test_decoding_prefers_equal_parts_of_tiles(tiles: int, stages: int, each: int, blocks: int) -> None:
+    """Chunks that do not end inside a tile may be short, but not much longer than others."""
+    form = WeightForm(E2M1_CODE, E8M0_G32, 32, BF16)
+    found, per_sm = hopper.decode_chunks(form, tiles, 4 * stages)
+    assert (found.stages, per_sm) == (each, blocks)
+
+
 @pytest.mark.parametrize("blocks", [2, 3])
 @pytest.mark.parametrize("slices", [1, 16, 56, 128])
 def test_decode_rows_and_stages_fit_in_shared_memory(slices: int, blocks: int) -> None:

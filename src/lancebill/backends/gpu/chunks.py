@@ -8,8 +8,9 @@ from lancebill.backends.gpu.tiles import power_of_two
 
 _UNLIMITED = 1 << 30
 _LEAST_STAGES = 4  # of a chunk
+_LEAST_PART = 3  # of a chunk that is an equal part of a tile
 _MOST_PIECES = 8
-_UNEVEN = 1.12  # how much longer than equal chunks whole tiles may be
+_UNEVEN = 1.12  # how much longer than equal chunks whole tiles, or equal parts of them, may be
 _LONGER = 1.05  # how much more an SM may have to do than with fewer blocks
 _SPARE = 1.2  # how many SMs there may be for each that always has work, where blocks have whole tiles
 
@@ -35,6 +36,18 @@ def cut(tiles: int, blocks: int, resident: int, *, known: bool = True) -> Chunks
         return Chunks(even, resident, -(-(blocks - 1) // even) + 1)
     each = whole if whole <= _UNEVEN * even else even
     return Chunks(each, _UNLIMITED, _most_pieces(blocks, each))
+
+
+def equal_parts(tiles: int, stages: int, resident: int) -> Chunks | None:
+    """Equal parts of tiles that keep all `resident` thread blocks about equally busy; None if there are none.
+
+    They may be shorter than other chunks: a chunk that ends inside the next tile has one more partial sum to store and
+    to count.
+    """
+    least = max(_LEAST_PART, -(-tiles * stages // resident))
+    lengths = [stages // parts for parts in range(_MOST_PIECES, 0, -1) if stages % parts == 0]
+    each = next((each for each in lengths if least <= each <= _UNEVEN * least), None)
+    return None if each is None else Chunks(each, _UNLIMITED, stages // each)
 
 
 def one_tile_each(tiles: int, processors: int, blocks: int) -> bool:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lancebill.backends.gpu.chunks import Chunks, cut, even_chunks, one_tile_each, whole_tiles
+from lancebill.backends.gpu.chunks import Chunks, cut, equal_parts, even_chunks, one_tile_each, whole_tiles
 from lancebill.backends.gpu.kernels.weight_form import E4M3, S8, WeightForm
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 
@@ -208,7 +208,8 @@ def _cut_for(form: WeightForm, tiles: int, stages: int, resident: int, known: bo
         whole = cut(tiles, stages, _TWO_PER_SM)
         if whole.pieces == 1:
             return whole
-    return cut(tiles, stages, resident, known=known)
+    parts = equal_parts(tiles, stages, resident) if known else None
+    return parts or cut(tiles, stages, resident, known=known)
 
 
 @cache
