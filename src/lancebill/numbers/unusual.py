@@ -7,7 +7,7 @@ together when everything is launched; what was unusual is done again, with answe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -58,6 +58,6 @@ def first_time() -> bool:
     return not _state.again
 
 
-def any_set(flags: list[Tensor]) -> Tensor:
+def any_set(flags: Sequence[Tensor]) -> Tensor:
     """One flag for all of them."""
     return torch.stack([flag.reshape(()) for flag in flags]).any()

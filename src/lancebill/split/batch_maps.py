@@ -45,10 +45,14 @@ class BatchMaps:
         ids, weights = self._slots[: 2 * dispatch.ids.numel()].view(2, *dispatch.ids.shape)
         return ids, weights.view(torch.float32)
 
-    def answer(self, flag: Tensor) -> bool:
-        """Whether a flag is set. Waits likewise."""
+    def ask_whether(self, flag: Tensor) -> None:
+        """Queue that a flag goes to host memory: in the current stream, because copies are slower while more wait."""
         torch.add(flag.int().view(1), 0, out=self._seen_flag)
-        MailboxQueue(self.device).wait()
+        self._asked = MailboxQueue(self.device).mark()
+
+    def answer(self) -> bool:
+        """Whether the flag is set. Waits until the stream has come so far."""
+        self._asked.synchronize()
         return bool(self._flag)
 
     def cpu_rows(self, chosen: ChosenExperts, expert_map: Tensor, on_cpu: Sequence[int]) -> CpuRows:

@@ -37,14 +37,6 @@ class CudaLane:
             finally:
                 self._ended.record(torch.cuda.current_stream(self.device))
 
-    @contextmanager
-    def packed(self) -> Iterator[None]:
-        """What is queued inside waits until all buffers were released, and for nothing that was queued later."""
-        with torch.cuda.stream(self.stream):
-            for event in self._released:
-                self.stream.wait_event(event)
-            yield
-
     def begin_batch(self) -> None:
         """No buffer is read any more."""
         for event in self._released:

@@ -81,6 +81,12 @@ class _GpuQueue:
     def wait(self) -> None:
         self.stream.synchronize()
 
+    def mark(self) -> torch.cuda.Event:
+        """An event that passes when all that was queued so far has run."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
 
 class SideStream(_GpuQueue):
     """A fork of the current stream of a device. A host function blocks its stream, so the GPU's part has another."""

@@ -6,6 +6,7 @@ be captured: in a graph the CPU computes its whole part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -122,14 +123,14 @@ class LargeBatches:
             on_cpu = None if rows is None else call.send(rows)
             waves = queue_waves(batch, begun, ways, rates)
             with assuming() as flags:  # an answer at once would make the host wait for every wave
-                computed = self._on_gpu(batch, waves)
+                computed = self._on_gpu(batch, waves, flags)
         finally:
             if rows is not None:
                 call.queue.join()  # what is queued reads rows and writes sums, also if the rest fails
         if flags and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             batch = replace(batch, x=x.clone())  # the result may be written over it before it is read again
         _add(*computed, on_cpu, out)
-        if flags and _was_unusual(batch, flags):
+        if flags and batch.room.answer():
             batch.lane.begin_batch()
             for number in range(BUFFERS):
                 batch.copy(waves.experts, number)
@@ -137,10 +138,19 @@ class LargeBatches:
                 _add(*self._on_gpu(batch, waves), on_cpu, out)
         return out
 
-    def _on_gpu(self, batch: LargeBatch, waves: Waves) -> tuple[Tensor, Tensor]:
-        """The sums of the GPU's own experts and those that are copied, fp32; and apart, those of the last wave."""
+    def _on_gpu(self, batch: LargeBatch, waves: Waves, flags: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        """The sums of the GPU's own experts and those that are copied, fp32; and apart, those of the last wave.
+
+        `flags` are those that packing sets. The host can read them before the last wave is computed.
+        """
+
+        def pack(number: int) -> None:
+            batch.pack(waves.experts, number)
+            if flags and number + 1 == len(waves.experts):
+                batch.room.ask_whether(any_set(flags))
+
         x = batch.x
-        batch.pack(waves.experts, 0)  # at once, so that its buffer can be filled again
+        pack(0)  # at once, so that its buffer can be filled again
         if self.own.problem.experts:
             total = self.own.run(x, batch.dispatch, torch.empty_like(x)).to(torch.float32, copy=True)
         else:
@@ -150,7 +160,7 @@ class LargeBatches:
         last = compute(maps[0])
         for number in range(1, len(waves.experts)):
             total.add_(last)
-            batch.pack(waves.experts, number)
+            pack(number)
             last = compute(maps[number])
         return total, last
 
@@ -189,12 +199,6 @@ class LargeBatches:
                     timed = partial(self._host_us, device=device)
                     _RATES[key] = measure_rates(self._cpu, self._stage(device), lane, timed)
         return _RATES[key]
-
-
-def _was_unusual(batch: LargeBatch, flags: list[Tensor]) -> bool:
-    """Asked when the last wave is packed: the host need not wait until it is computed."""
-    with batch.lane.packed():
-        return batch.room.answer(any_set(flags))
 
 
 def _add(total: Tensor, last: Tensor, on_cpu: CpuSums | None, out: Tensor) -> None:

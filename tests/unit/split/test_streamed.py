@@ -62,10 +62,6 @@ class OrderedLane:
             self.begin_batch()
             yield
 
-    @contextmanager
-    def packed(self) -> Iterator[None]:
-        yield
-
     def begin_batch(self) -> None:
         self.busy.clear()  # by work of the last batch, which has ended
 
@@ -166,6 +162,12 @@ class InstantQueue:
     def join(self) -> None:
         pass
 
+    def mark(self) -> InstantQueue:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch, lane: OrderedLane, rates: Rates) -> None:
     """The CPU in the place of the device, and one expert in a wave."""
@@ -245,7 +247,9 @@ def test_ids_weights_and_flags_are_fetched_through_room_of_the_batch(
     for rows in (3, 1):
         room.ask(Indexed(ids[:rows], weights[:rows]))
         fetched = room.fetch(Indexed(ids[:rows], weights[:rows]))
-        assert [room.answer(torch.tensor(flag)) for flag in (True, False)] == [True, False]
+        for flag in (True, False):
+            room.ask_whether(torch.tensor(flag))
+            assert room.answer() == flag
         want = ids if dtypes[0] == torch.int32 else ids.clamp(-1, 6)
         assert fetched[0].tolist() == want[:rows].tolist() and torch.equal(fetched[1], weights[:rows].float())
         assert fetched[0].dtype == torch.int32
