@@ -7,8 +7,8 @@
 //
 // Link it with the objects of all native/*.cpp, each compiled with the flags of its first line. To run the x86 levels
 // on another machine, compile them with -Itests/native/shim, and the driver with -DLANCEBILL_EMULATED. For AMX also define
-// __AVX512F__, __AVX512VBMI__, __F16C__ and __FMA__; with -Dalways_inline=unused -DLANCEBILL_PLAIN_LOOPS it takes seconds
-// instead of minutes.
+// __AVX512F__, __AVX512VBMI__, __GFNI__, __F16C__ and __FMA__; with -Dalways_inline=unused -DLANCEBILL_PLAIN_LOOPS it
+// takes seconds instead of minutes.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

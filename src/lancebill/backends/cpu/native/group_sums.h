@@ -89,7 +89,8 @@ struct GroupSums {
                             bool prefetching, const int8_t* const (&x)[Rows]) {
     const int8_t* at[Rows];
     LANCEBILL_EACH(r, Rows) at[r] = x[r];
-    for (const uint8_t* end = lines + bytes; lines != end; lines += Code::step_lines * kUnit) {
+    const uint8_t* end = lines + bytes;
+    do {  // a group has at least one step
       if constexpr (Code::short_sums) {
         add_shorts(p, code, lines, prefetch, prefetching, at);
       } else {
@@ -98,7 +99,8 @@ struct GroupSums {
         add_dots(p, code, lines, at);
       }
       LANCEBILL_EACH(r, Rows) at[r] += InputPlanes * kStepUnits * kUnitColumns;
-    }
+      lines += Code::step_lines * kUnit;
+    } while (lines != end);
   }
 
   LANCEBILL_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* lines,

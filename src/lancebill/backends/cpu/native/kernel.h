@@ -54,16 +54,16 @@ using Records = const uint8_t* const (&)[Rows];
 
 template <class V, int Blocks, int Parts, int Rows>
 LANCEBILL_INLINE void clear_totals(typename V::F32 (&total)[Blocks][Parts][Rows]) {
-  for (auto& block : total)
-    for (auto& part : block)
-      for (auto& sum : part) sum = V::zero();
+  LANCEBILL_EACH(b, Blocks)
+    LANCEBILL_EACH(part, Parts)
+      LANCEBILL_EACH(r, Rows) total[b][part][r] = V::zero();
 }
 
 template <class V, int Blocks, int Parts, int Rows>
 LANCEBILL_INLINE void store_totals(const typename V::F32 (&total)[Blocks][Parts][Rows], float (*out)[Blocks][kRows]) {
-  for (int b = 0; b < Blocks; b++)
-    for (int part = 0; part < Parts; part++)
-      for (int r = 0; r < Rows; r++) V::store(out[r][b] + part * V::lanes, total[b][part][r]);
+  LANCEBILL_EACH(b, Blocks)
+    LANCEBILL_EACH(part, Parts)
+      LANCEBILL_EACH(r, Rows) V::store(out[r][b] + part * V::lanes, total[b][part][r]);
 }
 
 // The factors of a record, in the first row block.
@@ -126,11 +126,11 @@ struct GroupCursor {
 template <class V, bool SmallOffsets, class Cursor, int Blocks, int Parts, int Rows>
 LANCEBILL_INLINE void subtract_offsets(const Packed& p, const Cursor& at,
                                        typename V::F32 (&total)[Blocks][Parts][Rows]) {
-  for (int b = 0; b < Blocks; b++)
-    for (int part = 0; part < Parts; part++) {
+  LANCEBILL_EACH(b, Blocks)
+    LANCEBILL_EACH(part, Parts) {
       const uint8_t* stored = at.zeros + b * p.zero.block;
       const typename V::F32 offset = SmallOffsets ? V::signed_bytes(stored, part) : V::floats(stored, part);
-      for (int r = 0; r < Rows; r++) {
+      LANCEBILL_EACH(r, Rows) {
         typename V::F32& sum = total[b][part][r];
         sum = V::fma(offset, V::spread(-at.groups[r]->sum), sum);
       }
@@ -142,10 +142,10 @@ template <class V, int Blocks, int Parts, int Rows>
 LANCEBILL_INLINE void add_with_factors(const uint8_t* factors, int64_t block,
                                        typename V::F32 (&sums)[Blocks][Parts][Rows],
                                        typename V::F32 (&total)[Blocks][Parts][Rows]) {
-  for (int b = 0; b < Blocks; b++)
-    for (int part = 0; part < Parts; part++) {
+  LANCEBILL_EACH(b, Blocks)
+    LANCEBILL_EACH(part, Parts) {
       const typename V::F32 factor = V::floats(factors + b * block, part);
-      for (int r = 0; r < Rows; r++) {
+      LANCEBILL_EACH(r, Rows) {
         total[b][part][r] = V::fma(sums[b][part][r], factor, total[b][part][r]);
         sums[b][part][r] = V::zero();
       }

@@ -46,7 +46,7 @@ bool machine_has(int level) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (CpuId(1, 0).ecx >> 29 & 1);
   const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-  const bool avx512 = vnni && __builtin_cpu_supports("avx512vbmi");
+  const bool avx512 = vnni && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
   const CpuId seven(7, 0), seven_one(7, 1);
   switch (level) {
     case LANCEBILL_PORTABLE: return true;

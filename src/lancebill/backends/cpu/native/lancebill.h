@@ -316,7 +316,7 @@ enum lancebill_level {
   LANCEBILL_AVX2 = 2,
   LANCEBILL_AVXVNNI = 3,    /* AVX2 with 256-bit VNNI */
   LANCEBILL_AVX512VNNI = 4, /* AVX-512 with VNNI */
-  LANCEBILL_AVX512 = 5,     /* with VNNI and VBMI */
+  LANCEBILL_AVX512 = 5,     /* with VNNI, VBMI and GFNI */
   LANCEBILL_AMX = 6,        /* AVX512 and bf16 tiles */
   LANCEBILL_LEVELS = 7
 };

@@ -57,10 +57,11 @@ struct PrefetchSteps {
         strip_bytes(strip_bytes) {}
 
   LANCEBILL_INLINE void step() {
-    LANCEBILL_EACH(i, Count) {
-      const int64_t offset = i % kStreams * strip_bytes + i / kStreams * kUnit;
-      V::prefetch_twice ? point.prefetch_both(offset) : point.prefetch_far(offset);
-    }
+    LANCEBILL_EACH(line, kLines)
+      LANCEBILL_EACH(stream, kStreams) {
+        const int64_t offset = stream * strip_bytes + line * kUnit;
+        V::prefetch_twice ? point.prefetch_both(offset) : point.prefetch_far(offset);
+      }
     point = point + kLines * kUnit;
   }
 };

@@ -1,5 +1,5 @@
-// Vectors of sixteen rows in one register, a unit of codes per load: AVX-512 with VNNI, and VBMI byte lookup where
-// compiled for it.
+// Vectors of sixteen rows in one register, a unit of codes per load: AVX-512 with VNNI, and VBMI byte lookup and GFNI
+// bit matrices where compiled for them.
 #pragma once
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -46,11 +46,20 @@ struct Avx512 {
 
   static Codes low_six(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(63)); }
   static Codes top_pairs(Codes a, Codes b, Codes c) {
-    constexpr int kChoose = 0xca;  // by the bits of the first: of the second, else of the third
+#ifdef __GFNI__
+    // Each takes two bits of every byte and clears the others. A matrix has a byte for each bit of the result, the
+    // lowest last; it selects the bits that are added.
+    const __m512i lower = _mm512_gf2p8affine_epi64_epi8(a, _mm512_set1_epi64(0x4080000000000000), 0);
+    const __m512i middle = _mm512_gf2p8affine_epi64_epi8(b, _mm512_set1_epi64(0x0000408000000000), 0);
+    const __m512i upper = _mm512_gf2p8affine_epi64_epi8(c, _mm512_set1_epi64(0x0000000040800000), 0);
+    return _mm512_ternarylogic_epi32(lower, middle, upper, 0xfe);  // or
+#else
+    constexpr int kChoose = 0xe4;  // by the bits of the third: of the first, else of the second
     const __m512i pair = _mm512_set1_epi8(3), two = _mm512_set1_epi8(15);
     const __m512i lower = _mm512_srli_epi16(a, 6), middle = _mm512_srli_epi16(b, 4), upper = _mm512_srli_epi16(c, 2);
-    const __m512i first = _mm512_ternarylogic_epi32(pair, lower, middle, kChoose);
-    return low_six(_mm512_ternarylogic_epi32(two, first, upper, kChoose));
+    const __m512i first = _mm512_ternarylogic_epi32(lower, middle, pair, kChoose);
+    return low_six(_mm512_ternarylogic_epi32(first, upper, two, kChoose));
+#endif
   }
 
   static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
