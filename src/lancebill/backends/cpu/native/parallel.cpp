@@ -93,8 +93,13 @@ void move_thread(const Setting& to) {
 
 // A thread of a team beside the caller.
 struct alignas(64) Worker {
-  std::atomic<bool> busy{false};  // it may have a task
-  std::atomic<long> id{0};        // the system's; 0: it has not run yet
+  std::atomic<bool> busy{false};      // it may have a task
+  std::atomic<long> id{0};            // the system's; 0: it has not run yet
+  std::atomic<uint32_t> sleeping{0};  // its own word: a call with fewer threads than the team must wake the right ones
+
+  void wake_up() {
+    if (sleeping.exchange(0) == 1) wake(sleeping, 1);
+  }
 
   bool lives() const {
 #ifdef __linux__
@@ -126,7 +131,10 @@ class Team {
     tickets_.store(uint64_t(threads) << 32 | uint64_t(count), std::memory_order_release);
     // Both sides write before they read, so either the sleeper sees the new round or we see the sleeper.
     round_.fetch_add(1);
-    if (sleepers_.load() > 0) wake(round_, threads - 1);
+    if (sleepers_.load() > 0) {
+      const int present = std::min(threads - 1, static_cast<int>(workers_.size()));
+      for (int i = 0; i < present; i++) workers_[i]->wake_up();
+    }
     work(0);
     while (!spin([&] { return left_.load(std::memory_order_acquire) == 0; })) {
       wait_for_the_last();
@@ -181,9 +189,11 @@ class Team {
       followed = now;
       const auto is_new = [&] { return round_.load(std::memory_order_acquire) != round; };
       while (!spin(is_new)) {
+        self.sleeping.store(1);
         sleepers_.fetch_add(1);
-        sleep_while(round_, round);
+        if (round_.load() == round) sleep_while(self.sleeping, 1);
         sleepers_.fetch_sub(1);
+        self.sleeping.store(0);
       }
       round = round_.load(std::memory_order_acquire);
       self.busy.store(true);
@@ -251,14 +261,19 @@ class Team {
   std::atomic<int> sleepers_{0};
 };
 
-// Teams without a caller. Several threads may call at once: each takes a team, the one that worked last first.
+// Teams without a caller. Several threads may call at once: each takes the team that worked for it, else the one that
+// worked last.
 class Teams {
  public:
   Team* take() {
+    static thread_local const Team* own = nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (idle_.empty()) return new Team;
+    if (idle_.empty()) idle_.push_back(new Team);
+    const auto found = std::find(idle_.begin(), idle_.end(), own);
+    if (found != idle_.end()) std::swap(*found, idle_.back());
     Team* team = idle_.back();
     idle_.pop_back();
+    own = team;
     return team;
   }
 
