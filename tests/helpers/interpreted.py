@@ -291,6 +291,7 @@ def test_rows_by_ids(
 ) -> None:
     if launches == 3:
         monkeypatch.setattr(rowwise, "SMALL", 8)
+        monkeypatch.setattr(rowwise, "_MANY_ROWS", 1)  # and several rows are converted by a program
     problem, tokens = make_problem(spec, activations, options), 9
     x = torch.randn(tokens, problem.hidden).bfloat16()
     routed = routing(problem, tokens, 3, "cpu", "holes")
@@ -338,6 +339,7 @@ def test_a_smaller_batch_after_a_larger_one(activations: str, launches: int, mon
     """
     if launches == 3:
         monkeypatch.setattr(rowwise, "SMALL", 8)
+        monkeypatch.setattr(rowwise, "_MANY_ROWS", 1)
     problem = make_problem("mxfp4", activations, {})
     plan = make_plan(problem, 15, Rule.parse("8", overlap=False), decode=False)
     machine = Machine(plan, packed(problem, "hopper"), {})

@@ -96,7 +96,7 @@ def test_decode_quantises_like_prepare_rows(columns: int, slices: int) -> None:
     scales, expected_scales = torch.full((3,), float("nan")), torch.full((3,), float("nan"))
     prepare, w = rows.prepare_rows[(3,)], rowwise.power_of_two(length)
     none = (scales,) * 5
-    prepare(x, *none, codes, expected_scales, columns, w, True, False, False, False, 0, False, False)
+    prepare(x, *none, codes, expected_scales, 3, columns, 1, w, True, False, False, False, 0, False, False)
     expected[:, :length] = codes
     keep = triton.jit(keep_part)
     for row, start in itertools.product(range(3), range(0, length, held)):
@@ -111,23 +111,26 @@ def test_static_scales_saturate_to_the_largest_number() -> None:
     codes, scales = torch.zeros(1, 128).to(torch.float8_e4m3fn), torch.zeros(1)
     owners, given = torch.zeros(1, dtype=torch.int32), torch.tensor([0.01])
     rows.prepare_rows[(1,)](
-        x, owners, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, True, 0, False, True
-    )
+        x, owners, owners, scales, scales, given, codes, scales, 1, 128, 1, 128, True, False, False, True, 0, False,
+        True,
+    )  # fmt: skip
     found = codes.float().view(-1, 8, 4, 4).transpose(1, 2).reshape(-1)
     assert found[:6].tolist() == [448, -448, 448, -448, 96, 0] and scales.item() == given.item()
 
 
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_that_no_slot_has_are_not_read(static: bool) -> None:
+def test_rows_that_no_slot_has_are_not_read(static: bool, together: int) -> None:
     """Two of four slots have an expert. What follows their rows was never written: other experts, NaN."""
     x, wild = torch.full((4, 128), float("nan")), 1 << 30
     x[:2] = torch.randn(2, 128)
     places, owners = torch.tensor([1, -1, 0, -1]).int(), torch.tensor([0, 0, wild, wild]).int()
     codes, scales = torch.full((4, 128), 7, dtype=torch.int8), torch.full((4,), -1.0)
     given = torch.tensor([0.5])
-    rows.prepare_rows[(4,)](
-        x, places, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, static, 0, True, static
-    )
+    rows.prepare_rows[(-(-4 // together),)](
+        x, places, owners, scales, scales, given, codes, scales, 4, 128, together, 128, True, False, False, static, 0,
+        True, static,
+    )  # fmt: skip
     assert (scales[:2] > 0).all() and (scales[2:] == -1).all() and (codes[2:] == 7).all() and (codes[:2] != 7).any()
 
 
@@ -287,7 +290,9 @@ def test_int8_rows_round_to_even_saturate_and_have_no_nan() -> None:
             given,
             codes,
             scales,
+            4,
             128,
+            1,
             128,
             True,
             False,

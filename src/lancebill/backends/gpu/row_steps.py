@@ -23,6 +23,9 @@ from lancebill.jit.compile import HOPPER
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
 _PLACED = 128  # slots that a program places at once, one for each thread: with more threads, all would load all ids
 _OWNERS = 1024  # rows whose owners one program writes
+# Starting a program takes as long as converting a narrow row. Several rows of one are converted one after the other,
+# which pays if there are programs enough.
+_NARROW, _MANY_ROWS, _ROWS_TOGETHER = 1024, 16384, 4
 _ROW_ELEMENT = {E4M3: "fp8e4nv", S8: "i8"}
 _IDS, _WEIGHTS = " ".join(src.ID_ARGUMENTS), " ".join(src.WEIGHT_ARGUMENTS)
 
@@ -167,13 +170,16 @@ def prepare(plan: GpuPlan, name: str, rows: Ref, into: tuple[str, str], per_toke
         **_expert_inputs(gemm, name),
         "out": (_row_pointer(gemm, problem.input.name), scratch_ref(into[0])),
         "scales": ("*fp32", scratch_ref(into[1])),
+        "rows": ("i32", lambda m: m * per_token),
         "width": ("i32", width),
     }
-    constants = {"W": power_of_two(row_width(gemm, width)), **_conversion(gemm), "PLACED": placed, "OWNED": owned}
+    padded = power_of_two(row_width(gemm, width))
+    each = _ROWS_TOGETHER if padded <= _NARROW and plan.tokens * per_token >= _MANY_ROWS else 1
+    constants = {"R": each, "W": padded, **_conversion(gemm), "PLACED": placed, "OWNED": owned}
     kinds = {name: kind for name, (kind, _) in table.items()}
-    warps = _warps(constants["W"])
+    warps = _warps(padded)
     source = src.rows_kernel("prepare_rows", kinds, constants, warps, _blocks(plan, gemm, warps))
-    return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (m * per_token, 1))
+    return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (-(-m * per_token // each), 1))
 
 
 def _warps(width: int) -> int:

@@ -275,19 +275,13 @@ def send_rows(
 
 
 @triton.jit
-def prepare_rows(
-    x, places, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, QUANTISED: tl.constexpr,
+def _prepare_row(
+    i, x, places, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, QUANTISED: tl.constexpr,
     ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr, PLACED: tl.constexpr,
     OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Convert rows to the input of the next GEMM, one row per program. Skips rows without an expert.
-
-    PLACED: a program takes the row of its slot from `places`; nothing has written the rows after those of all slots.
-    OWNED: read each row's expert from `owners`. Otherwise there is one expert, or the conversion does not depend on it.
-    """
-    gdc_wait()
-    gdc_launch_dependents()
-    r = tl.program_id(0).to(tl.int64)
+    """Convert row i, or the row of slot i. Skips rows without an expert."""
+    r = i.to(tl.int64)
     if PLACED:
         r = tl.load(places + r).to(tl.int64)
     k, at, length = stored_columns(width, W, QUANTISED, ROTATION)
@@ -302,6 +296,29 @@ def prepare_rows(
         tl.store(out + r * length + at, row.to(TYPE), mask=at < length)
         if QUANTISED:
             tl.store(scales + r, scale)
+
+
+@triton.jit
+def prepare_rows(
+    x, places, owners, perm, pre_scale, given, out, scales, rows, width, R: tl.constexpr, W: tl.constexpr,
+    QUANTISED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr,
+    PLACED: tl.constexpr, OWNED: tl.constexpr,
+):  # fmt: skip
+    """Convert rows to the input of the next GEMM, R rows per program.
+
+    PLACED: a program takes the rows of its slots from `places`; nothing has written the rows after those of all slots.
+    OWNED: read each row's expert from `owners`. Otherwise there is one expert, or the conversion does not depend on it.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    if R == 1:
+        _prepare_row(tl.program_id(0), x, places, owners, perm, pre_scale, given, out, scales, width, W, QUANTISED,
+                     ORDERED, SCALED, STATIC, ROTATION, PLACED, OWNED)  # fmt: skip
+    else:
+        first = tl.program_id(0) * R
+        for i in range(first, tl.minimum(first + R, rows)):
+            _prepare_row(i, x, places, owners, perm, pre_scale, given, out, scales, width, W, QUANTISED, ORDERED,
+                         SCALED, STATIC, ROTATION, PLACED, OWNED)  # fmt: skip
 
 
 @triton.jit
