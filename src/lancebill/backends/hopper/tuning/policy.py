@@ -50,7 +50,8 @@ _SHAPES = {
     144: ((1, 1), 2),
     160: ((1, 1), 2),
 }
-# The same for tiles that may take two units.
+_MORE_BLOCKS = {48: 3}  # blocks per SM with fp8 activations: accumulators are small enough
+# The same as `_SHAPES` for tiles that may take two units.
 _PAIRED = {8: ((2, 1), 3), 16: ((2, 1), 3), 24: ((2, 1), 2), 32: ((2, 1), 2)}
 _REGISTERS = {4: 64, 3: 80, 2: 128}  # registers per thread, by blocks per SM (256 threads each)
 
@@ -131,6 +132,8 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = F
     """
     tokens = max(sizes)
     (slices_16, slices_8), blocks = _SHAPES[tokens]
+    if form.activations == E4M3 and not promotes(form):
+        blocks = _MORE_BLOCKS.get(tokens, blocks)
     units = 2 if paired and tokens in _PAIRED and form.simple and not promotes(form) else 1
     if units == 2:
         (slices_16, slices_8), blocks = _PAIRED[tokens]
