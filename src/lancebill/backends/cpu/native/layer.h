@@ -111,8 +111,8 @@ struct ToOutput {
 // `Rows` input rows times `Blocks` row blocks. The destination has been evicted since the last expert, so it is
 // prefetched before the GEMM.
 template <class V, int Blocks, int Rows, class Results>
-LANCEBILL_INLINE int64_t multiply_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block,
-                                       int64_t slot, const Results& results) {
+LANCEBILL_INLINE void multiply_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block,
+                                    int64_t slot, const Results& results) {
   alignas(64) float out[Rows][Blocks][kRows];
   const uint8_t* records[Rows];
   for (int r = 0; r < Rows; r++) {
@@ -121,25 +121,19 @@ LANCEBILL_INLINE int64_t multiply_rows(const Packed& p, const Streams& s, const 
   }
   gemm<V, Blocks, Rows>(p, s, records, out);
   for (int r = 0; r < Rows; r++) results.write(slot + r, block, Blocks, out[r][0]);
-  return Rows;
 }
 
 template <class V, int Blocks, class Results>
 void multiply_all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
                        const Results& results) {
   const Streams s = streams(p, block, next);
-  constexpr int kThree = V::rows > 3 && Blocks == V::blocks ? 3 : 2;  // three rows are common in decode: one pass
-  while (slot < end) {
-    if (end - slot >= V::rows) {
-      slot += multiply_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, results);
-    } else if (end - slot >= kThree) {
-      slot += multiply_rows<V, Blocks, kThree>(p, s, inputs, block, slot, results);
-    } else if (end - slot >= 2) {
-      slot += multiply_rows<V, Blocks, 2>(p, s, inputs, block, slot, results);
-    } else {
-      slot += multiply_rows<V, Blocks, 1>(p, s, inputs, block, slot, results);
-    }
+  if constexpr (Blocks == V::blocks) {  // the last few blocks of a matrix are too rare for kernels of several rows
+    constexpr int kMost = V::rows, kThree = V::rows > 3 ? 3 : 2;  // three rows are common in decode: one pass
+    for (; end - slot >= kMost; slot += kMost) multiply_rows<V, Blocks, kMost>(p, s, inputs, block, slot, results);
+    for (; end - slot >= kThree; slot += kThree) multiply_rows<V, Blocks, kThree>(p, s, inputs, block, slot, results);
+    for (; end - slot >= 2; slot += 2) multiply_rows<V, Blocks, 2>(p, s, inputs, block, slot, results);
   }
+  for (; slot < end; slot++) multiply_rows<V, Blocks, 1>(p, s, inputs, block, slot, results);
 }
 
 template <class V>
@@ -295,7 +289,8 @@ void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
   const int64_t each = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread, logical = p.matrix->rows;
-  const int64_t unit = V::tiles ? 2 : V::blocks, units = (p.blocks + unit - 1) / unit;
+  const int64_t rows = call.offsets[call.layer->experts] / max_of(call.actives, 1);  // of an expert
+  const int64_t unit = takes_tiles<V>(call, p, rows) ? 2 : V::blocks, units = (p.blocks + unit - 1) / unit;
   const int64_t tasks = work.threads == 1 ? 1 : min_of(units, each * work.threads);
   parallel(work.threads, tasks, [&](int64_t task, int thread) {
     const int64_t low = units * task / tasks * unit;
