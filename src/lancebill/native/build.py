@@ -25,7 +25,10 @@ PACKAGE = HERE.parent
 COMMAND = "python -m lancebill.native"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-fno-math-errno", "-Wall", "-Wextra")
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+SANITIZE = (
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1",
+    "-Dalways_inline=unused",  # inlined kernels would take tens of minutes to compile
+)  # fmt: skip
 _FINGERPRINT_SOURCE = """extern "C" __attribute__((visibility("default")))
 const char *lancebill_sources(void) {{ return "{}"; }}
 """

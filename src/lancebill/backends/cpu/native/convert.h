@@ -10,7 +10,7 @@
 
 // For functions called in inner loops, where arrays of vectors must stay in registers.
 #define LANCEBILL_INLINE inline __attribute__((always_inline))
-#ifdef LANCEBILL_PLAIN_LOOPS
+#if defined(LANCEBILL_PLAIN_LOOPS) || defined(__SANITIZE_ADDRESS__)
 #define LANCEBILL_UNROLL
 #elif defined(__clang__)
 #define LANCEBILL_UNROLL _Pragma("unroll")
