@@ -182,18 +182,23 @@ class HostCalls:
         if queue.capturing:
             self.captured.append(self._make(queue, host, expert_map, shape))
             return self.captured[-1]
-        self._queues[queue.key] = queue
         addresses, held = [*host.tensors.addresses(), expert_map.data_ptr()], _BUFFERS.get(queue.key)
         found = None if held is None else self.eager.get((shape, queue.key, held.data_ptr(), some_rows))
         if found is not None and found[0] == addresses:
+            self._queues[queue.key] = queue
             return found[1]
-        if found is not None or len(self.eager) >= MOST_CALLS:
+        if found is not None or len(self.eager) >= MOST_CALLS or self._keep_other_weights(addresses):
             self._wait()
             self.check()
             self.eager.clear()
+        self._queues[queue.key] = queue  # only now: waiting forgets the queues
         made = self._make(queue, host, expert_map, shape)
         self.eager[shape, queue.key, made.call.memory.data_ptr(), some_rows] = addresses, made
         return made
+
+    def _keep_other_weights(self, addresses: list[int]) -> bool:
+        """Whether calls keep weights in memory that were replaced. The last address is that of a map."""
+        return any(held[:-1] != addresses[:-1] for held, _ in list(self.eager.values()))
 
     def _make(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> MappedCall:
         call = host.host_call(shape, expert_map, lambda size: _shared(queue, size))

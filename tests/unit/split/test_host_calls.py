@@ -225,6 +225,30 @@ def test_replaced_weights_are_used_and_other_backends_refused(tmp_path: Path) ->
         _queue(queue, plain, 3, 0)
 
 
+def test_calls_with_replaced_weights_are_waited_for_like_others(tmp_path: Path) -> None:
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    made = [_queue(queue, host, 3, 0)]
+    host.w13_codes.data = host.w13_codes.data.flip(0).contiguous()
+    made.append(_queue(queue, host, 3, 1))
+    assert queue.steps, "the new call is pending"
+    host.calls.__del__()
+    assert not queue.steps and torch.equal(*made[1][:2])
+
+
+def test_a_queued_call_keeps_the_weights_that_it_reads(tmp_path: Path) -> None:
+    """A parameter that gets other data lives on, but its memory does not. Nothing is kept longer than that."""
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    freed = list[bool]()
+    weakref.finalize(host.w13_codes.untyped_storage(), freed.append, True)
+    first, want, kept = _queue(queue, host, 3, 0)
+    host.w13_codes.data = host.w13_codes.data.flip(0).contiguous()
+    assert not freed
+    more = _queue(queue, host, 2, 1)
+    assert freed and torch.equal(first, want) and kept, "the new call waited, although it has other rows"
+    queue.wait()
+    assert torch.equal(*more[:2])
+
+
 def test_buffers_do_not_overlap(tmp_path: Path) -> None:
     host = _host_part(tmp_path)
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None

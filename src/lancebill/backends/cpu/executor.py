@@ -58,7 +58,8 @@ class CpuExecutor(Executor):
         plan, addresses = self.plan_for(INDEXED, shape.tokens), self.tensors.addresses()
         assert isinstance(plan, CpuPlan)
         packed = self.tensors.packed()
-        keep = tuple(tensor for held in packed.values() for tensor in held.values())
+        # Aliases keep the memory: that of a parameter is freed when other data replaces it.
+        keep = tuple(tensor.detach() for held in packed.values() for tensor in held.values())
         return HostCall(self.native, plan, self._structs(plan, addresses), shape, expert_map, allocate, keep)
 
     def structs_for(self, form: str, tokens: int) -> tuple[CpuPlan, LayerStructs]:
