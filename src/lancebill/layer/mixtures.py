@@ -18,7 +18,7 @@ def mixtures_of(checkpoint: Checkpoint, options: LoadOptions) -> Mixtures:
     names = [row.mixture for row in options.family(checkpoint.config.model).mixtures]
     if len(names) == 1 or options.gpu_memory is None:
         return _each(checkpoint, [(name, options) for name in names])
-    whole = _each(checkpoint, [(name, replace(options, gpu_memory=None)) for name in names])
+    whole = _each(checkpoint, [(name, options.whole()) for name in names])
     total, memory = sum(experts.bytes for experts in whole.values()), parse_bytes(options.gpu_memory)
     shares = [(name, replace(options, gpu_memory=memory * whole[name].bytes // total)) for name in names]
     return _each(checkpoint, shares)

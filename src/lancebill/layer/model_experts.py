@@ -112,7 +112,7 @@ class ModelExperts:
     def _gpu_experts(self) -> dict[int, int]:
         """How many experts of each layer are on the device, where `gpu_memory` limits all layers together."""
         assert self.options.gpu_memory is not None
-        index, whole = self._known_index("all layers"), replace(self.options, gpu_memory=None)
+        index, whole = self._known_index("all layers"), self.options.whole()
         recipes = [Recipe.resolve(index, layer, whole, where=self._where) for layer in self.layers]
         counts = [len(recipe.plan.experts) for recipe in recipes]
         sizes = [(count, recipe.bytes // count) for count, recipe in zip(counts, recipes)]

@@ -18,6 +18,8 @@ from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.moe.layout import Packed
 from lancebill.moe.routing import Routing
+from lancebill.split.host_calls import use_host_threads
+from lancebill.split.host_threads import HostThreads
 from lancebill.split.moves import OFF
 
 
@@ -61,6 +63,8 @@ def assemble(
 
     The layer keeps the recipe without `progress`: a progress bar cannot be copied or pickled.
     """
+    if host is not None and recipe.options.cpu_threads is not None:
+        use_host_threads(HostThreads.choose(recipe.options.cpu_threads))
     device, places = recipe.choice.device.torch, recipe.expert_map
     if report is not None and host is not None:
         report = replace(report, host=host.report)

@@ -21,6 +21,7 @@ from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming, find_family
 from lancebill.checkpoint.resolve.stored_layer import StoredLayer
 from lancebill.errors import MissingTensor, SpecError, ranges
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer.check_split import CPU_KERNELS, check_host, check_split
 from lancebill.layer.gpu_room import fitting
 from lancebill.layer.report import LoadReport
 from lancebill.layer.routing_and_activation import agreed_activation, agreed_routing, agreed_top_k
@@ -34,7 +35,7 @@ from lancebill.numbers.loss import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.numbers.weight import FACTORS
-from lancebill.split.moves import OFF, check_moves
+from lancebill.split.moves import OFF
 from lancebill.split.split import Split, parse_bytes, part_map
 
 UNQUANTISED = {
@@ -53,7 +54,8 @@ class LoadOptions:
     `progress` is called with the number of bytes packed since its last call.
     `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") say how much of the layer may be on `device`: the
     other experts are in host memory, computed by the CPU. `moves` "recency" keeps those on the device that were used
-    last; host memory then holds all experts.
+    last; host memory then holds all experts. `cpu_threads` is the number of threads that compute experts in host
+    memory beside a GPU: one pool for the process, so the last layer that is loaded with a number decides for all.
     `mixture` is one of several that the layers have ("text" or "vision" of ERNIE-4.5-VL); by default the first.
     """
 
@@ -72,15 +74,19 @@ class LoadOptions:
     gpu_experts: int | None = None
     gpu_memory: int | str | None = None
     moves: str = OFF
+    cpu_threads: int | None = None
     mixture: str | None = None
 
     def __post_init__(self) -> None:
-        if self.gpu_experts is not None and self.gpu_memory is not None:
-            raise SpecError("give a number of experts or an amount of memory", got="gpu_experts and gpu_memory")
+        check_split(self.gpu_memory, self.gpu_experts, self.moves, self.cpu_threads, order=self.order)
 
     def family(self, model: Mapping[str, Any]) -> Naming:
         """The names of the experts in a checkpoint with this config.json."""
         return self.naming or find_family(model, mixture=self.mixture)
+
+    def whole(self) -> LoadOptions:
+        """The same without a split."""
+        return replace(self, gpu_memory=None, gpu_experts=None, moves=OFF, cpu_threads=None)
 
     def split(self, slots: int, expert_bytes: int) -> Split | None:
         """Where the experts of a layer are; None: all on the device."""
@@ -88,7 +94,6 @@ class LoadOptions:
             split = Split.by_bytes(slots, expert_bytes, parse_bytes(self.gpu_memory))
         else:
             split = Split.by_number(slots, slots if self.gpu_experts is None else self.gpu_experts)
-        check_moves(self.moves, self.order if split.host else FAST)
         return split if split.host else None
 
 
@@ -124,7 +129,11 @@ class Recipe:
         if split is None:
             return whole
         held = split.host if options.moves == OFF else tuple(range(len(plan.experts)))
-        host = whole._part(held, replace(options, device="cpu", backend=oracle.AUTO, moves=OFF))
+        beside = oracle.AUTO
+        if choice.device.kind != "cpu":
+            check_host(problem, f"layer {index}")
+            beside = CPU_KERNELS
+        host = whole._part(held, replace(options, device="cpu", backend=beside, moves=OFF))
         return replace(whole._part(split.device, options), host=host)
 
     def _part(self, slots: tuple[int, ...], options: LoadOptions) -> Recipe:

@@ -119,7 +119,10 @@ def _matches(pattern: str, layer: int) -> bool:
         raise SpecError(f"cannot read the layer pattern '{pattern}'", expected="a number, a range like 3-17, or *")
     if pattern == "*":
         return True
-    return int(span[1]) <= layer <= int(span[2] or span[1])
+    first, last = int(span[1]), int(span[2] or span[1])
+    if last < first:
+        raise SpecError(f"the layer pattern '{pattern}' matches no layer", expected=f"{last}-{first}")
+    return first <= layer <= last
 
 
 def _weight(value: object) -> QuantSpec:

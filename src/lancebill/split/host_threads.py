@@ -3,7 +3,7 @@
 By default one thread for each physical core of one socket but two: a second thread of a core reads memory no faster,
 and memory of another socket is slower. Two cores stay free because the thread that launches kernels or waits for the
 GPU spins, too, and the system needs one. Threads stay on the socket, but the system chooses the core: on a core of its
-own, a thread would wait for others that land there.
+own, a thread would wait for others that land there. More threads than one socket has cores may run on all CPUs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ class HostThreads:
     @classmethod
     def choose(cls, count: int | None = None) -> HostThreads:
         """`count` threads of this machine; by default one for each physical core of a socket but two."""
-        if count is not None and count < 1:
-            raise SpecError("the CPU's part needs a thread", where="cpu_threads", got=count)
-        cpus = physical_cores(TOPOLOGY, _allowed())
+        allowed = _allowed()
+        if count is not None and (type(count) is not int or not 1 <= count <= len(allowed)):
+            what, most = "the CPU's part needs a thread, and not more than there are CPUs", len(allowed)
+            raise SpecError(what, where="cpu_threads", expected=f"1 to {most}", got=repr(count))
+        cpus = physical_cores(TOPOLOGY, allowed)
         most = min(len(cpus), allowed_by_quota(QUOTA) or len(cpus))
         chosen = max(1, most - (_FREE if most > _MANY else 1)) if count is None else count
         return cls(chosen, cpus if chosen <= len(cpus) else ())
+
+    def __str__(self) -> str:
+        where = "the cores of one socket" if self.cpus else "all CPUs"
+        return f"{self.count} thread{'s' * (self.count != 1)} on {where}"
 
 
 def physical_cores(topology: Path, allowed: Collection[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lancebill.errors import SpecError
 
 _UNITS = {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
+_LEAST = 2**20  # a text without a unit that says less is hardly meant as bytes
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
 
 
@@ -34,9 +35,7 @@ class Split:
     @classmethod
     def by_number(cls, slots: int, on_device: int) -> Split:
         """The first `on_device` slots on the device. Routing has no lasting favourites, so any choice is as good."""
-        if on_device < 0:
-            raise SpecError("a number of experts cannot be negative", where="gpu_experts", got=on_device)
-        count = min(slots, on_device)
+        count = min(slots, check_count(on_device))
         return cls(tuple(range(count)), tuple(range(count, slots)))
 
     @classmethod
@@ -72,13 +71,25 @@ def share_budget(budget: int, layers: Sequence[tuple[int, int]]) -> tuple[int, .
     return tuple(counts)
 
 
-def parse_bytes(given: int | str) -> int:
-    """A number of bytes, or a text such as "20GiB" or "20 GB"."""
-    if isinstance(given, int):
-        number, unit = float(given), ""
-    else:
+def check_count(experts: int) -> int:
+    """The number of experts on the device; raises if it is none."""
+    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 0:
+        raise SpecError("not a number of experts", where="gpu_experts", expected="0 or more", got=repr(experts))
+    return experts
+
+
+def parse_bytes(given: int | str, where: str | None = None) -> int:
+    """A number of bytes, or a text such as "20GiB" or "20 GB". `where` is what an error names."""
+    number, unit = -1.0, ""
+    if isinstance(given, int) and not isinstance(given, bool):
+        number = float(given)
+    elif isinstance(given, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|[KMGT]I?B)?\s*", given.upper())
         number, unit = (float(found[1]), found[2] or "") if found else (-1.0, "")
+    legal = "bytes, or a text such as 20GiB"
     if number < 0:
-        raise SpecError("not an amount of memory", expected="bytes, or a text such as 20GiB", got=given)
+        raise SpecError("not an amount of memory", where=where, expected=legal, got=repr(given))
+    if isinstance(given, str) and not unit and 0 < number < _LEAST:
+        hint = f"{given.strip()}GiB, or {given.strip()}B for bytes"
+        raise SpecError("so little memory needs a unit", where=where, expected=legal, got=repr(given), hint=hint)
     return int(number * _UNITS.get(unit, 1))

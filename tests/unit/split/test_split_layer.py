@@ -12,12 +12,14 @@ import torch
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.errors import CheckpointProblems, LaunchError, NotEnoughMemory, SpecError
+from lancebill.errors import CheckpointProblems, LaunchError, NotEnoughMemory, SpecError, UnsupportedProblem
 from lancebill.layer import gpu_room, model_experts
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.placement import ROUND_ROBIN, Placement
+from lancebill.split import host_calls
+from lancebill.split.host_threads import HostThreads
 from lancebill.testing.checkpoints import save
 
 
@@ -148,3 +150,32 @@ def test_what_a_split_layer_cannot_do_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(LaunchError, match="split"):
             call()
+
+
+def test_experts_that_the_cpu_cannot_compute_beside_a_gpu_are_refused_before_loading() -> None:
+    """torch computes unquantised experts on a CPU, but a GPU's queue cannot call it."""
+    made, options = make_checkpoint("dense"), {"device": "sm_90", "gpu_experts": 3}
+    with pytest.raises(UnsupportedProblem, match=r"layer 0: .*need the CPU kernels; got bf16 .*weights= quantises"):
+        ModelExperts(made.config, tensors=made.headers, **options).recipe(0)
+    recipe = ModelExperts(made.config, tensors=made.headers, weights="int8", **options).recipe(0)
+    assert recipe.host is not None and recipe.host.choice.backend.name == "cpu"
+
+
+def test_options_that_need_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(make_checkpoint(), tmp_path / "m")
+    for options in ({"moves": "recency"}, {"cpu_threads": 1}):
+        with pytest.raises(SpecError, match=f"{next(iter(options))}: .*split.*gpu_memory or gpu_experts"):
+            RoutedExperts.from_checkpoint(folder, 0, **options)  # type: ignore[arg-type]
+    for wrong in ("4", 2.5, True):
+        with pytest.raises(SpecError, match="gpu_experts: not a number"):
+            RoutedExperts.from_checkpoint(folder, 0, gpu_experts=wrong)
+    for count in (0, 10_000, 1.5, True):
+        with pytest.raises(SpecError, match=r"cpu_threads: .*expected 1 to "):
+            RoutedExperts.from_checkpoint(folder, 0, gpu_experts=1, cpu_threads=count)
+    monkeypatch.setattr(host_calls, "_THREADS", [HostThreads(7)])
+    RoutedExperts.from_checkpoint(folder, 0, gpu_experts=4, cpu_threads=1)
+    assert host_calls.host_threads().count == 7, "nothing is split"
+    RoutedExperts.from_checkpoint(folder, 0, gpu_experts=1, cpu_threads=1)
+    assert host_calls.host_threads() == HostThreads.choose(1)
+    RoutedExperts.from_checkpoint(folder, 0, gpu_experts=1)
+    assert host_calls.host_threads() == HostThreads.choose(1), "the last number counts"
