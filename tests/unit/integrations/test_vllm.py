@@ -16,7 +16,7 @@ from layer_checkpoints import make_checkpoint, make_inputs
 
 from lancebill import Placement
 from lancebill.backends.base import Reason
-from lancebill.errors import CheckpointProblems, LaunchError, SpecError, UnsupportedProblem
+from lancebill.errors import CheckpointProblems, LaunchError, NotEnoughMemory, SpecError, UnsupportedProblem
 from lancebill.integrations.vllm import hooks
 from lancebill.integrations.vllm import takeover as takeover_module
 from lancebill.integrations.vllm.placement import (
@@ -28,6 +28,7 @@ from lancebill.integrations.vllm.placement import (
 )
 from lancebill.integrations.vllm.settings import Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover
+from lancebill.layer import model_experts
 from lancebill.layer.recipe import LoadOptions
 from lancebill.moe.problem import CONTIGUOUS
 from lancebill.split import moves as moving
@@ -61,11 +62,19 @@ def test_settings() -> None:
         ({"weights": [["0-x", "mxfp4"]]}, "lancebill.weights.*0-x"),
         ({"weights": [["0", "mxfp4", 1]]}, "lancebill.weights"),
         ({"activations": 4}, "lancebill.activations"),
-        ({"gpu_memory": "much"}, "lancebill.gpu_memory.*20GiB"),
-        ({"gpu_memory": True}, "lancebill.gpu_memory"),
-        ({"gpu_experts": -1}, "lancebill.gpu_experts"),
+        ({"weights": []}, "lancebill.weights"),
+        ({"weights": [["5-3", "mxfp4"]]}, "lancebill.weights.*'5-3' matches no layer.*3-5"),
+        ({"gpu_memory": "much"}, "lancebill, gpu_memory.*20GiB"),
+        ({"gpu_memory": True}, "lancebill, gpu_memory"),
+        ({"gpu_memory": "24"}, "lancebill, gpu_memory.*needs a unit.*24GiB"),
+        ({"gpu_experts": -1}, "lancebill, gpu_experts"),
+        ({"gpu_experts": True}, "lancebill, gpu_experts"),
+        ({"gpu_experts": 1, "cpu_threads": 0}, "lancebill, cpu_threads"),
+        ({"cpu_threads": 1}, "lancebill, cpu_threads.*no layer is split"),
+        ({"moves": "recency"}, "lancebill, moves.*only where layers are split"),
+        ({"moves": "recency", "gpu_experts": 1, "order": "batch-invariant"}, "not batch-invariant"),
         ({"moves": "always"}, "lancebill.moves.*off or recency"),
-        ({"gpu_experts": 1, "gpu_memory": "1GiB"}, "gpu_memory and gpu_experts"),
+        ({"gpu_experts": 1, "gpu_memory": "1GiB"}, "gpu_experts and gpu_memory"),
         ([], "not an object"),
     ],
 )
@@ -400,3 +409,43 @@ def test_the_reference_is_taken_only_on_request() -> None:
     assert not decision.taken and "no fast backend" in decision.text
     asked = Takeover(settings(backend="reference"), source, random=False, copies=False)
     assert asked.decide(0, OPTIONS, ()).taken
+
+
+GPU = replace(OPTIONS, device="sm_90")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "refusals", "words"),
+    [
+        ({"gpu_experts": 1}, [Reason("lora", "no adapters")], "no adapters.*vLLM would put every expert on the GPU"),
+        ({"gpu_memory": "100GiB"}, [], "less free memory"),
+        ({"gpu_experts": 1, "weights": [["7", None]]}, [], "no rule names them"),
+        ({"gpu_experts": 1, "backend": "cpu"}, [], "runs on CPUs only"),
+        ({"mode": "require"}, [Reason("lora", "no adapters")], "no adapters.*mode: require"),
+    ],
+)
+def test_a_limit_of_the_gpus_memory_that_cannot_be_kept_is_an_error(
+    chosen: Any, refusals: list[Reason], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to vLLM, all experts would be on the GPU. Without a limit, the reason is in the summary."""
+    monkeypatch.setattr(model_experts, "check_room", no_room)
+    made = make_checkpoint()
+    with pytest.raises(UnsupportedProblem, match=f"(?s)model, layer 0: .*{words}"):
+        Takeover(settings(**chosen), source_of(made), random=False, copies=False).decide(0, GPU, refusals)
+    offered = {key: value for key, value in chosen.items() if key in ("weights", "backend")}
+    takeover = Takeover(settings(**offered), source_of(made), random=False, copies=False)
+    assert takeover.decide(0, GPU, refusals).taken == (not refusals and not offered)
+
+
+def no_room(needed: int, device: object) -> None:
+    raise NotEnoughMemory("the GPU has less free memory than its experts need")
+
+
+def source_of(made: Generated) -> Source:
+    return Source("model", made.config, made.headers)
+
+
+def test_random_weights_without_headers_cannot_be_split_by_memory() -> None:
+    source = Source("model", make_checkpoint().config, None)
+    with pytest.raises(UnsupportedProblem, match="not known without the headers"):
+        Takeover(settings(gpu_memory="1GiB"), source, random=True, copies=False).decide(0, GPU, ())

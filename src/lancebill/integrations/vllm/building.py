@@ -21,7 +21,7 @@ from lancebill.integrations.vllm.gguf import NAME as GGUF
 from lancebill.integrations.vllm.gguf import gguf_file
 from lancebill.integrations.vllm.linear import LinearMethod
 from lancebill.integrations.vllm.other_weights import OtherWeights
-from lancebill.integrations.vllm.settings import OFFER, REQUIRE, Settings, parse_settings
+from lancebill.integrations.vllm.settings import OFFER, Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
 
@@ -30,6 +30,8 @@ logger = init_logger("vllm.lancebill")
 DUMMY = "dummy"
 # Loaders whose tensors keep their memory after the next one was read.
 KEEPS_TENSORS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", GGUF, DUMMY)
+# Their files hold vLLM's own parameters, which are copied in place: no tensor passes the model's `load_weights`.
+SHARDED = ("sharded_state", "runai_streamer_sharded")
 
 
 class ModelUnderConstruction:
@@ -61,6 +63,8 @@ def building() -> Iterator[ModelUnderConstruction]:
         if before is not None and _settings(vllm_config).linear == OFFER:
             _offer_dense_layers(vllm_config, made.ask())
         yield made
+        if made.takeover is not None and made.takeover.decisions:
+            logger.info("routed experts: %s", made.takeover.summary())
     finally:
         vllm_config.quant_config = before
         _under_construction.pop()
@@ -96,7 +100,7 @@ def _make_takeover(vllm_config: Any) -> Takeover | None:
         with torch_defaults():
             return _takeover(vllm_config, settings)
     except LancebillError as error:
-        if settings.mode == REQUIRE:
+        if settings.must_take(vllm_config.device_config.device_type) is not None:
             raise
         logger.warning("lancebill leaves this model to vLLM: %s", error)
         return None
@@ -104,6 +108,9 @@ def _make_takeover(vllm_config: Any) -> Takeover | None:
 
 def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
     load_format = str(vllm_config.load_config.load_format)
+    if load_format in SHARDED:
+        what = "this loader copies vLLM's own parameters, so there are no expert tensors to take"
+        raise UnsupportedFormat(what, where="--load-format", got=load_format)
     folder = _folder(vllm_config, load_format)
     checkpoint = _opened(folder, load_format)
     if checkpoint is None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as VllmRoutedExperts
@@ -23,8 +22,6 @@ from lancebill.integrations.vllm.takeover import Takeover
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import BATCHED, INDEXED
-
-logger = init_logger("vllm.lancebill")
 
 # vLLM's second name for the same function of the same values: it is about the order of w13's rows.
 SAME_ACTIVATION = {"swigluoai_uninterleave": "swigluoai"}
@@ -56,13 +53,10 @@ class ExpertsMethod(FusedMoEMethodBase):
         return super().maybe_roundup_sizes(hidden, intermediate, *more)[0], intermediate
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        first = not self.takeover.layers
         self.takeover.finish(self.index)
         self._reserve()
         if dispatched_form(self.moe.moe_parallel_config) is not None and self.moe_kernel is None:
             self._make_kernel(layer)
-        if first:
-            logger.info("routed experts: %s", self.takeover.summary())
 
     def _reserve(self) -> None:
         """Memory that captured graphs share. Calls with a batch for each expert take theirs from the capture."""

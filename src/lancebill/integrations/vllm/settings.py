@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from lancebill.backends import oracle
 from lancebill.backends.registry import registry
 from lancebill.errors import SpecError
+from lancebill.layer.check_split import check_split
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, has_rule, weight_targets
 from lancebill.moe.problem import BATCH_INVARIANT, FAST, ORDERS
 from lancebill.split import moves as moving
-from lancebill.split.split import parse_bytes
 
 SECTION = "lancebill"
 OFFER, REQUIRE, OFF = MODES = ("offer", "require", "off")
@@ -26,7 +26,7 @@ class Settings:
     cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
     names to vLLM. `linear` offers quantised dense layers too. `gpu_memory` (of all layers on this rank) or
     `gpu_experts` (of each layer) limit the experts on a GPU: the others stay in host memory, computed by the CPU.
-    `moves` "recency" keeps those on the GPU that were used last.
+    `moves` "recency" keeps those on the GPU that were used last, `cpu_threads` is the number of the CPU's threads.
     """
 
     mode: str = OFFER
@@ -38,10 +38,19 @@ class Settings:
     gpu_memory: int | str | None = None
     gpu_experts: int | None = None
     moves: str = moving.OFF
+    cpu_threads: int | None = None
 
     @property
     def takes_any(self) -> bool:
         return self.mode != OFF
+
+    def must_take(self, device: str) -> str | None:
+        """Why no layer on a device of this kind ("cpu", "cuda") may be left to vLLM; None: any may."""
+        if self.mode == REQUIRE:
+            return "mode: require"
+        if not self.takes_any or device == "cpu" or (self.gpu_memory is None and self.gpu_experts is None):
+            return None
+        return "vLLM would put every expert on the GPU; leave out gpu_memory and gpu_experts if that is right"
 
     def names(self, layer: int) -> bool:
         """Whether the rules are about this layer; without rules by layer they are about all."""
@@ -65,12 +74,11 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
         backend=_choice(section, "backend", (oracle.AUTO, *registry()), oracle.AUTO),
         order=_choice(section, "order", ORDERS, order),
         linear=_choice(section, "linear", (OFFER, OFF), OFF),
-        gpu_memory=_amount(section, "gpu_memory"),
-        gpu_experts=_count(section, "gpu_experts"),
+        gpu_memory=section.get("gpu_memory"),  # type: ignore[arg-type]
+        gpu_experts=section.get("gpu_experts"),  # type: ignore[arg-type]
         moves=_choice(section, "moves", moving.MOVES, moving.OFF),
+        cpu_threads=section.get("cpu_threads"),  # type: ignore[arg-type]
     )
-    if settings.gpu_memory is not None and settings.gpu_experts is not None:
-        raise SpecError("give one of the two", where=SECTION, got="gpu_memory and gpu_experts")
     if batch_invariant and settings.order != BATCH_INVARIANT:
         raise SpecError(
             "vLLM was asked for batch invariance, and lancebill for another order",
@@ -79,6 +87,11 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
             got=settings.order,
         )
     _check_rules(settings)
+    split = settings.gpu_memory, settings.gpu_experts, settings.moves, settings.cpu_threads
+    try:
+        check_split(*split, order=settings.order)
+    except SpecError as error:
+        raise error.within(SECTION) from None
     return settings
 
 
@@ -96,33 +109,12 @@ def _choice(section: Mapping[object, object], key: str, legal: Sequence[str], de
     return value
 
 
-def _amount(section: Mapping[object, object], key: str) -> int | str | None:
-    """An amount of memory."""
-    value = section.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise SpecError("not an amount of memory", where=f"{SECTION}.{key}", expected='"20GiB"', got=repr(value))
-    with _within(key):
-        parse_bytes(value)
-    return value
-
-
-def _count(section: Mapping[object, object], key: str) -> int | None:
-    value = section.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SpecError("not a number of experts", where=f"{SECTION}.{key}", expected="0 or more", got=repr(value))
-    return value
-
-
 def _rules(section: Mapping[object, object], key: str) -> object:
     """A spec, a spec by matrix, or rules by layer, as JSON has them."""
     value = section.get(key)
     if value is None or isinstance(value, (str, Mapping)):
         return value
-    if isinstance(value, Sequence) and all(isinstance(rule, Sequence) and len(rule) == 2 for rule in value):
+    if isinstance(value, Sequence) and value and all(isinstance(rule, Sequence) and len(rule) == 2 for rule in value):
         return tuple((str(pattern), spec) for pattern, spec in value)
     expected = 'a spec, {"w13": spec, "w2": spec} or [["0-3", spec], ["*", null]]'
     raise SpecError("cannot read these rules", where=f"{SECTION}.{key}", expected=expected, got=repr(value))

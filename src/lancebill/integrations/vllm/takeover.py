@@ -18,7 +18,7 @@ from lancebill.backends.oracle import AUTO, Choice
 from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem, ranges
 from lancebill.formats.stored import Config, Stored
 from lancebill.integrations.vllm.other_weights import OtherWeights
-from lancebill.integrations.vllm.settings import REQUIRE, Settings
+from lancebill.integrations.vllm.settings import Settings
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
@@ -71,14 +71,15 @@ class Takeover:
         self._reserved = False
 
     def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason], form: str = INDEXED) -> Decision:
-        """Whether to take layer `index`. With `require` everything but a taken layer is an error.
+        """Whether to take layer `index`. A layer that must be taken and cannot be is an error.
 
         `form` is how vLLM will bring rows to the layer.
         """
         with torch_defaults():
             decision = self._decide(index, self._with_settings(options), tuple(refusals), form)
-        if self.settings.mode == REQUIRE and not decision.taken:
-            raise UnsupportedProblem(decision.text, where=f"{self.source.path}, layer {index}", hint="mode: require")
+        why = self.settings.must_take(parse_device(options.device).kind)
+        if why is not None and not decision.taken:
+            raise UnsupportedProblem(decision.text, where=f"{self.source.path}, layer {index}", hint=why)
         self.decisions[index] = decision
         return decision
 
@@ -181,8 +182,10 @@ class Takeover:
     def _with_settings(self, options: LoadOptions) -> LoadOptions:
         s = self.settings
         changed = replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
-        memory = None if parse_device(options.device).kind == "cpu" else s.gpu_memory  # a CPU has all of it
-        return replace(changed, gpu_memory=memory, gpu_experts=s.gpu_experts, moves=s.moves)
+        if s.gpu_experts is None and parse_device(options.device).kind == "cpu":
+            return changed  # a CPU has the memory of all experts
+        split = {"gpu_memory": s.gpu_memory, "gpu_experts": s.gpu_experts}
+        return replace(changed, **split, moves=s.moves, cpu_threads=s.cpu_threads)
 
     def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
