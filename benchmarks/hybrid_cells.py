@@ -356,7 +356,6 @@ def lane_copies(large: LargeBatches, device: torch.device) -> tuple[Callable[[],
 
     def copy() -> None:
         for first in range(0, len(waves), BUFFERS):
-            lane.begin_batch()
             for number in range(first, min(first + BUFFERS, len(waves))):
                 copy_wave(stage, lane, held, waves, number)
 

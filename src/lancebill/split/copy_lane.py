@@ -37,11 +37,6 @@ class CudaLane:
             finally:
                 self._ended.record(torch.cuda.current_stream(self.device))
 
-    def begin_batch(self) -> None:
-        """No buffer is read any more."""
-        for event in self._released:
-            event.record(self.stream)
-
     def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
         """By addresses: slices of tensors would take the host longer than the copy."""
         row = source.stride(0) * source.element_size()

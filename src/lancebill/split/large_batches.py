@@ -131,7 +131,6 @@ class LargeBatches:
             batch = replace(batch, x=x.clone())  # the result may be written over it before it is read again
         _add(*computed, on_cpu, out)
         if flags and batch.room.answer():
-            batch.lane.begin_batch()
             for number in range(BUFFERS):
                 batch.copy(waves.experts, number)
             with repeating():

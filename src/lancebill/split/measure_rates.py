@@ -110,7 +110,7 @@ def _copies(
     starts = host.problem.experts - size + 1
     firsts = [i * size % starts for i in range(min(_MOST_COPIES, max(1, _COPIED // wave)))]
     waves = [range(first, first + size, step) for first in firsts]
-    lane.begin_batch()
+    torch.cuda.synchronize()  # the first copies wait for nothing
     start.record(lane.stream)
     for number in range(BUFFERS):
         copy_wave(stage, lane, held, waves, number)

@@ -59,11 +59,8 @@ class OrderedLane:
     @contextmanager
     def batch(self) -> Iterator[None]:
         with self.lock:
-            self.begin_batch()
+            self.busy.clear()  # by work of the last batch, which has ended
             yield
-
-    def begin_batch(self) -> None:
-        self.busy.clear()  # by work of the last batch, which has ended
 
     def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
         rows = source[first : first + count]
@@ -412,7 +409,7 @@ def test_the_host_is_timed_with_a_batch(cpu_gbs: float, tmp_path: Path, monkeypa
     executor, lane = layer.executor, OrderedLane()
     assert isinstance(executor, SplitExecutor)
     without_gpu(monkeypatch, lane, RATES)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lane.busy.clear)
     rates = Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=123.0)
     begin, divide, call = executor.large_batches._host_us(rates, torch.device("cpu"))
     assert (call == 123) == (cpu_gbs < 1) and call >= 0, "as assumed, if nothing was sent"
@@ -473,6 +470,7 @@ def test_experts_without_neighbours_take_longer_to_copy(tmp_path: Path, monkeypa
     host, each = executor.host.executor, expert_size(executor.host.executor).bytes
     monkeypatch.setattr(streamed, "WAVE_BYTES", 2 * each)
     monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(PassedEvent, "elapsed_time", lambda start, end: float(len(pieces)))  # ms
     copy = lane.copy
     vars(lane).update(stream=None, copy=lambda *given: (pieces.append(given[4]), copy(*given)))
