@@ -24,6 +24,7 @@ from lancebill.bench.workload import Weights
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.formats import registry
+from lancebill.jit import driver
 from lancebill.layer.gpu_room import check_room, free_bytes
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
@@ -293,6 +294,26 @@ def test_copied_experts_compute_the_whole_layer(
         assert any(ways.streamed and ways.cpu for ways in sent), sent
     given = inputs(100)
     assert torch.equal(run(split, given), run(split, given))
+
+
+@pytest.mark.parametrize("why", ["not locked", "other addresses"])
+def test_pages_that_the_gpu_cannot_read_in_place_are_copied_one_by_one(
+    folder: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_batches, "measure_rates", lambda *given: RATES["all copied"])
+    monkeypatch.setattr(large_batches, "_RATES", {})
+    monkeypatch.setattr(large_batches, "_STAGES", {})
+    given, together, copy = inputs(1500), list[Any](), driver.copy_together
+    monkeypatch.setattr(driver, "copy_together", lambda p, stream: together.extend(p) or copy(p, stream))
+    want = run(load(folder, gpu_experts=5), given)
+    assert together, "usually pages are locked"
+    together.clear()
+    if why == "not locked":
+        monkeypatch.setattr(driver, "pin", lambda *given: False)
+    else:
+        monkeypatch.setattr(large_batches.lane_of(0), "_reads_locked", False)
+    for _ in range(2):
+        assert torch.equal(run(load(folder, gpu_experts=5), given), want) and not together
 
 
 def test_large_batches_of_two_streams_do_not_share_buffers_at_once(

@@ -16,9 +16,11 @@ from lancebill.errors import ContextError, DriverError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+_SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream, which captures forbid
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_MOST_PIECES = 1024  # that one call copies
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -91,13 +93,23 @@ def use_context(device: int) -> None:
 @cache
 def capability(device: int) -> int:
     """The compute capability of a GPU; 90 is sm_90."""
+    major, minor = (_attribute(device, number) for number in (_MAJOR, _MINOR))
+    return 10 * major + minor
+
+
+@cache
+def reads_locked_pages(device: int) -> bool:
+    """Whether a GPU reads pages that `pin` locked under the host's addresses. Under WSL2 it does not."""
+    return bool(_attribute(device, _SAME_ADDRESS))
+
+
+def _attribute(device: int, number: int) -> int:
     check(library().cuInit(0), "initialising the driver")
-    handle, found = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    handle, found = ctypes.c_int(), ctypes.c_int()
     check(library().cuDeviceGet(ctypes.byref(handle), device), f"finding GPU {device}")
-    for number, attribute in zip(found, (_MAJOR, _MINOR)):
-        code = library().cuDeviceGetAttribute(ctypes.byref(number), attribute, handle)
-        check(code, f"asking for the compute capability of GPU {device}")
-    return 10 * found[0].value + found[1].value
+    code = library().cuDeviceGetAttribute(ctypes.byref(found), number, handle)
+    check(code, f"asking for attribute {number} of GPU {device}")
+    return found.value
 
 
 @contextmanager
@@ -134,24 +146,28 @@ def own_stream(device: int) -> int:
 
 
 def copy_together(pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """Copy pieces (target, source, bytes) between host and device memory, in the order of the stream.
+    """Copy pieces (target, source, bytes) between pinned and device memory, in the order of the stream.
 
     By one call if possible: between copies of their own the wire would be idle.
     """
-    if _copied_by_one_call(pieces, stream):
-        return
+    for first in range(0, len(pieces), _MOST_PIECES):
+        some = pieces[first : first + _MOST_PIECES]
+        if not _copied_by_one_call(some, stream):
+            copy_each(some, stream)
+
+
+def copy_each(pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
+    """The same for any host memory: what is not pinned is read before this returns, into buffers of the driver."""
     for target, source, size in pieces:
         code = library().cuMemcpyAsync(by_value(target), by_value(source), ctypes.c_size_t(size), by_value(stream))
         check(code, "copying")
 
 
 def _copied_by_one_call(pieces: Sequence[tuple[int, int, int]], stream: int) -> bool:
-    """False: there is nothing to copy, or the driver is older than 12.8, or does not take this memory."""
+    """False: the driver is older than 12.8, or does not take this memory."""
     try:
         copy = library().cuMemcpyBatchAsync
     except AttributeError:
-        return False
-    if not pieces:
         return False
     columns = [(ctypes.c_uint64 * len(pieces))(*column) for column in zip(*pieces)]
     attributes, first, failed = _CopyAttributes(_IN_STREAM_ORDER, flags=_OVERLAP), ctypes.c_size_t(), ctypes.c_size_t()

@@ -14,6 +14,8 @@ from lancebill.jit import driver
 from lancebill.split.streamed import BUFFERS
 
 _pinned: dict[int, bool] = {}  # by address, whether copies read the memory in place
+_one_at_a_time = threading.Lock()  # the driver locks pages once: the second thread would be told that it cannot
+_LANES: list[CudaLane] = []  # of this process
 
 
 class CudaLane:
@@ -22,10 +24,12 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._number = self.stream.cuda_stream
-        self._pieces: list[tuple[int, int, int]] = []  # of the wave that is being queued
+        self._reads_locked = driver.reads_locked_pages(device.index or 0)
+        self._together, self._each = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # of the wave now
         self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._released = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._one_at_a_time, self._ended = threading.Lock(), torch.cuda.Event()
+        _LANES.append(self)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -39,15 +43,18 @@ class CudaLane:
 
     def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
         """By addresses: slices of tensors would take the host longer than the copy."""
-        row = source.stride(0) * source.element_size()
-        self._pieces.append((target.data_ptr() + place * row, source.data_ptr() + first * row, count * row))
+        row, address = source.stride(0) * source.element_size(), source.data_ptr()
+        pieces = self._together if self._reads_locked and _pinned.get(address) else self._each
+        pieces.append((target.data_ptr() + place * row, address + first * row, count * row))
 
     def begin(self, buffer: int) -> None:
-        self._pieces.clear()
+        self._together.clear()
+        self._each.clear()
         self.stream.wait_event(self._released[buffer])
 
     def filled(self, buffer: int) -> None:
-        driver.copy_together(self._pieces, self._number)
+        driver.copy_together(self._together, self._number)
+        driver.copy_each(self._each, self._number)
         self._filled[buffer].record(self.stream)
 
     def use(self, buffer: int) -> None:
@@ -63,13 +70,26 @@ def pin_in_place(tensor: Tensor) -> bool:
     if size == 0:
         return True
     if address not in _pinned:
-        _pinned[address] = tensor.is_pinned()
-        if not _pinned[address]:
-            _pinned[address] = driver.pin(address, size)
-            weakref.finalize(tensor, _unpin, address).atexit = False
+        with _one_at_a_time:
+            _pin(tensor, address, size)
     return _pinned[address]
 
 
-def _unpin(address: int) -> None:
-    if _pinned.pop(address):
-        driver.unpin(address)
+def _pin(tensor: Tensor, address: int, size: int) -> None:
+    if address in _pinned:  # by another thread, meanwhile
+        return
+    is_pinned = tensor.is_pinned()
+    locks = not is_pinned and driver.pin(address, size)
+    _pinned[address] = is_pinned or locks
+    # The memory, because a parameter outlives it if it gets other data.
+    weakref.finalize(tensor.untyped_storage(), _forget, address, locks).atexit = False
+
+
+def _forget(address: int, locked: bool) -> None:
+    """Right before the memory is freed. Copies may be pending; and perhaps another thread captures a graph."""
+    del _pinned[address]
+    with driver.uncaptured():
+        for lane in _LANES:
+            lane.stream.synchronize()
+        if locked:
+            driver.unpin(address)

@@ -66,6 +66,15 @@ def test_pieces_are_copied_together_where_the_driver_can(
     assert fake.calls == calls and getattr(fake, "asked", 1) == 1, "nothing is no call"
 
 
+def test_one_call_does_not_copy_any_number_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = NewDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(driver, "_MOST_PIECES", 4)
+    source, target = torch.arange(10, dtype=torch.uint8), torch.zeros(10, dtype=torch.uint8)
+    driver.copy_together([(target.data_ptr() + i, source.data_ptr() + i, 1) for i in range(10)], STREAM)
+    assert torch.equal(target, source) and fake.asked == 3 and fake.calls == 0
+
+
 def test_a_copy_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "library", lambda: OldDriver(refuses=700))
     memory = torch.zeros(2, dtype=torch.uint8)
