@@ -229,12 +229,14 @@ def test_a_deep_copy_gives_the_same_result(model_of: Any) -> None:
 
 
 def test_experts_in_host_memory(model_of: Any) -> None:
-    """With the CPU as the device of both parts; where the device is a CPU, gpu_memory changes nothing."""
+    """With the CPU as the device of both parts; where the device is a CPU, limits of a GPU change nothing."""
     folder = model_of("qwen3_moe")
-    ours = lancebill.from_pretrained(folder, dtype=torch.float32, gpu_memory="1GiB")
+    ours = lancebill.from_pretrained(folder, dtype=torch.float32, gpu_experts=1, moves="recency", cpu_threads=1)
     assert not any(report.host_bytes for report in ours.lancebill_reports())
-    with pytest.raises(SpecError, match="not an amount of memory"):
-        lancebill.from_pretrained(folder, gpu_memory="lots")
+    for wrong, words in (({"gpu_memory": "lots"}, "not an amount of memory"), ({"gpu_memory": 2.5}, "gpu_memory: "),
+                         ({"gpu_experts": "4"}, "gpu_experts: "), ({"moves": "recency"}, "moves: ")):  # fmt: skip
+        with pytest.raises(SpecError, match=words):
+            lancebill.from_pretrained(folder, **wrong)
     reload_experts(ours, gpu_experts=2)
     assert all(report.host_bytes for report in ours.lancebill_reports())
     check_equal(ours, theirs(folder))

@@ -31,14 +31,16 @@ def chat(
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
     gpu_memory: models.GpuMemory = None,
+    gpu_experts: models.GpuExperts = None,
     moves: models.Moves = "off",
+    cpu_threads: models.CpuThreads = None,
     dtype: models.Dtype = "auto",
 ) -> None:
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
         path = ui.located(path, revision, as_json=False)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
-        chosen |= {"gpu_memory": gpu_memory, "moves": moves}
+        chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if tokenizer.chat_template is None:
             raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")

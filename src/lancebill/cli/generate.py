@@ -32,7 +32,9 @@ def generate(
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
     gpu_memory: models.GpuMemory = None,
+    gpu_experts: models.GpuExperts = None,
     moves: models.Moves = "off",
+    cpu_threads: models.CpuThreads = None,
     dtype: models.Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -40,7 +42,7 @@ def generate(
     with ui.reported(as_json):
         path = ui.located(path, revision, as_json)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
-        chosen |= {"gpu_memory": gpu_memory, "moves": moves}
+        chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if not as_json:
             models.announce(path, model, ui.console(error=True))

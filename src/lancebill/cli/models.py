@@ -32,9 +32,19 @@ GpuMemory = Annotated[
     str | None,
     typer.Option("--gpu-memory", help="Most memory of experts on the GPU, such as 20GiB; the CPU computes the others."),
 ]
+GpuExperts = Annotated[
+    int | None,
+    typer.Option("--gpu-experts", min=0, help="Likewise: so many experts of each layer on the GPU."),
+]
 Moves = Annotated[
     str,
-    typer.Option("--moves", help="With --gpu-memory: off, or recency: experts that were used last move to the GPU."),
+    typer.Option("--moves", help="With these: off, or recency: experts that were used last move to the GPU."),
+]
+CpuThreads = Annotated[
+    int | None,
+    typer.Option(
+        "--cpu-threads", min=1, help="With these: threads of the CPU; by default the cores of a socket but two."
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Dtype of everything but the experts: auto, bfloat16, float16 or float32.")
@@ -54,7 +64,7 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         ) from None
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    _check_placement(**options)
+    _check_split(**options)
     has_config = (path / "config.json").exists()
     if has_config:  # before the tokenizer, for which transformers reads it too
         _check_config(path, options.get("dtype", "auto"))
@@ -64,13 +74,21 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, gguf_file=path.name)
 
 
-def _check_placement(*, device: str = "cpu", gpu_memory: str | None = None, moves: str = "off", **_: Any) -> None:
+def _check_split(
+    *,
+    device: str = "cpu",
+    gpu_memory: str | None = None,
+    gpu_experts: int | None = None,
+    moves: str = "off",
+    cpu_threads: int | None = None,
+    **_: Any,
+) -> None:
     """Before a long load. Whoever asks for these in a command expects a GPU to be used."""
-    from lancebill.integrations.transformers.pretrained import check_placement
+    from lancebill.layer.check_split import check_split
     from lancebill.moe.device import parse_device
 
-    check_placement(gpu_memory, moves)
-    if parse_device(device).kind == "cpu" and (gpu_memory is not None or moves != "off"):
+    check_split(gpu_memory, gpu_experts, moves, cpu_threads)
+    if parse_device(device).kind == "cpu" and (gpu_memory is not None or gpu_experts is not None):
         raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
 
 
@@ -108,10 +126,17 @@ def announce(path: Path, model: Any, out: Console) -> None:
         kinds.setdefault(_layer_kind(report), []).append(report.layer)
     size = sum(report.bytes for report in model.lancebill_reports())
     host = sum(report.host_bytes for report in model.lancebill_reports())
-    more = f", {ui.size(host)} more in host memory" if host else ""
+    more = f", {ui.size(host)} more in host memory ({_host_threads(model)})" if host else ""
     out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts{more}", soft_wrap=True)
     for kind, layers in kinds.items():
         out.print(f"  layers {ranges(layers)}: {escape(kind)}", soft_wrap=True)
+
+
+def _host_threads(model: Any) -> str:
+    """What computes the experts in host memory: threads of our own beside a GPU, else torch's number."""
+    from lancebill.split.host_calls import host_threads
+
+    return "computed by the CPU" if model.device.type == "cpu" else str(host_threads())
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -55,6 +55,7 @@ from lancebill.integrations.transformers.other_tensors import LazyTensor, lazy_t
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
+from lancebill.layer.check_split import check_split
 from lancebill.layer.mixtures import Mixtures, mixtures_of
 from lancebill.layer.recipe import UNQUANTISED, LoadOptions
 from lancebill.layer.report import LoadReports
@@ -62,8 +63,7 @@ from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, s
 from lancebill.moe.device import parse_device
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST
-from lancebill.split.moves import OFF, check_moves
-from lancebill.split.split import parse_bytes
+from lancebill.split.moves import OFF
 
 register()
 
@@ -120,7 +120,9 @@ def from_pretrained(
     order: str = FAST,
     revision: str | None = None,
     gpu_memory: int | str | None = None,
+    gpu_experts: int | None = None,
     moves: str = OFF,
+    cpu_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -129,15 +131,16 @@ def from_pretrained(
     Other matrices that are stored quantised stay packed too. `weights` and `activations` take a spec or rules for the
     experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
     the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
-    `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU: the others stay in host memory, computed by the CPU
-    (docs/hybrid.md). `moves` "recency" keeps those on the GPU that were used last. `progress` is called with the bytes
+    `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU, `gpu_experts` those of each layer: the others stay in
+    host memory, computed by `cpu_threads` threads of the CPU (docs/hybrid.md). `moves` "recency" keeps those on the
+    GPU that were used last. `progress` is called with the bytes
     of experts packed so far and in all. Other keywords are passed to transformers' `from_pretrained`
     (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
     target = parse_device(device).torch
-    check_placement(gpu_memory, moves)
+    check_split(gpu_memory, gpu_experts, moves, cpu_threads, order=order)
     folder = local_path(path, revision)
     checkpoint = open_checkpoint(folder)
     config, stored = config_of(checkpoint, dtype)
@@ -148,7 +151,8 @@ def from_pretrained(
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
-        options = replace(options, gpu_memory=gpu_memory, moves=moves)
+        split = {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts}
+        options = replace(options, **split, moves=moves, cpu_threads=cpu_threads)
     experts = _experts(config, checkpoint, options)
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
     model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)
@@ -164,13 +168,6 @@ def from_pretrained(
     model.config.name_or_path = model.name_or_path = str(path)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
     return model
-
-
-def check_placement(gpu_memory: int | str | None, moves: str) -> None:
-    """Raises if these are not what they should be. On a CPU they change nothing: all experts are there."""
-    check_moves(moves, FAST)
-    if gpu_memory is not None:
-        parse_bytes(gpu_memory)
 
 
 def _other_tensors(
