@@ -35,7 +35,9 @@ def serve(
         str | None, typer.Option("--device", help="cpu or cuda[:i]; vLLM selects it itself.", show_default=False)
     ] = None,
     gpu_memory: models.GpuMemory = None,
+    gpu_experts: models.GpuExperts = None,
     moves: models.Moves = "off",
+    cpu_threads: models.CpuThreads = None,
     dtype: models.Dtype = "auto",
     length: Annotated[
         int | None,
@@ -54,10 +56,10 @@ def serve(
         path = ui.located(path, revision, as_json=False)
         chosen, line = chosen_engine(engine, device)
         ui.console(error=True).print(line, soft_wrap=True)
-        options: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
-        options |= {} if order is None else {"order": order}
+        given = {"backend": backend, "order": order, "gpu_memory": gpu_memory, "gpu_experts": gpu_experts}
+        given |= {"moves": moves, "cpu_threads": cpu_threads, "weights": weights, "activations": activations}
+        options = {name: value for name, value in given.items() if value not in (None, "auto", "off")}
         if chosen is Engine.vllm:
-            options |= {} if gpu_memory is None else {"gpu_memory": gpu_memory, "moves": moves}
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
             words += [] if api_key is None else ["--api-key", api_key]
@@ -65,16 +67,16 @@ def serve(
         elif context.args:
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
-            options |= {"device": device or "cpu", "dtype": dtype, "gpu_memory": gpu_memory, "moves": moves}
+            options |= {"device": device or "cpu", "dtype": dtype}
             _serve_with_transformers(path, host, port, model_name, length, api_key, options)
 
 
 def _serve_with_vllm(path: Path, options: dict[str, Any], words: list[str]) -> None:
     """Become vLLM's server: signals and the exit code are its own."""
-    from lancebill.integrations.vllm.server import server_command
+    from lancebill.integrations.vllm.server import server_start
 
-    command = server_command(str(path), {"mode": "require", **options}, words)
-    os.execv(command[0], command)
+    start = server_start(str(path), options, words)
+    os.execve(start.command[0], start.command, start.environment(os.environ))
 
 
 def _serve_with_transformers(

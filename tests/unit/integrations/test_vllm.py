@@ -144,6 +144,10 @@ def test_registration_without_vllm_is_one_warning() -> None:
     code = code.replace("; register()", "; import os; os.environ['LANCEBILL_VLLM'] = 'off'; register()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("'off'", "'require'")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr, "what requires it does not start without"
 
 
 OPTIONS = LoadOptions(top_k=2, activation="silu")

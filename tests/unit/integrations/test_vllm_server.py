@@ -14,7 +14,7 @@ from lancebill.cli.engines import Engine, chosen_engine
 from lancebill.cli.main import app
 from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.integrations.vllm import server
-from lancebill.integrations.vllm.server import server_command
+from lancebill.integrations.vllm.server import server_start
 
 
 def additional(command: list[str]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def additional(command: list[str]) -> dict[str, Any]:
 def test_the_command_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--max-model-len", "48", "--additional_config", '{"other": 1, "lancebill": {"weights": "mxfp4"}}']
     section = {"mode": "require", "activations": "fp8", "weights": None}
-    command = server_command("model", section, [*words, "--api-key=x"])
+    command = server_start("model", section, [*words, "--api-key=x"]).command
     assert additional(command) == {
         "other": 1,
         "lancebill": {"mode": "require", "activations": "fp8", "weights": "mxfp4"},
@@ -33,7 +33,7 @@ def test_the_command_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[-3:] == ["--max-model-len", "48", "--api-key=x"]
     for distribution, entry in (("vllm", "vllm.entrypoints.cli.main"), ("x", "vllm.entrypoints.openai.api_server")):
         monkeypatch.setattr(server, "_version", lambda name, distribution=distribution: name == distribution or None)
-        assert server_command("model", {}, [])[2] == entry
+        assert server_start("model", {}, []).command[2] == entry
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,23 @@ def test_the_command_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"weights": "int5000"}, [], "weights"),
         ({"order": "fast"}, ['--additional-config={"lancebill": {"order": "fast"}}'], "order is given twice"),
+        ({"gpu_memory": "1GiB"}, ["--additional-config", '{"lancebill": {"gpu_memory": 1}}'], "and --gpu-memory"),
+        ({"moves": "recency"}, [], "moves: .*only where layers are split"),
+        ({"moves": "nonsense"}, [], "lancebill.moves"),
+        ({"gpu_memory": "20GiB"}, [], "vLLM on a CPU"),
+        ({"gpu_experts": 4}, [], "vLLM on a CPU"),
         ({}, ["--additional-config", "{"], "not JSON"),
         ({}, ["--additional-config"], "not JSON"),
         ({}, ["--additional-config", "[]"], "not an object"),
         ({}, ["--additional-config", '{"lancebill": 3}'], "not an object"),
     ],
 )
-def test_wrong_options_are_found_before_vllm_starts(section: Any, words: list[str], message: str) -> None:
+def test_wrong_options_are_found_before_vllm_starts(
+    section: Any, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_on_cpu", lambda: True)
     with pytest.raises(SpecError, match=message):
-        server_command("model", section, words)
+        server_start("model", section, words)
 
 
 def test_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,18 +76,38 @@ def test_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_serve_becomes_the_server_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: name)
+    monkeypatch.setattr(server, "_on_cpu", lambda: False)
     started: list[list[str]] = []
-    monkeypatch.setattr(serve_command.os, "execv", lambda program, words: started.append(words))
+    variables: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        serve_command.os, "execve", lambda program, words, given: (started.append(words), variables.append(given))
+    )
     words = ["serve", str(tmp_path), "--port", "1234", "--weights", "mxfp4", "--order", "batch-invariant"]
     done = CliRunner().invoke(app, [*words, "--tensor-parallel-size", "2", "--name", "me"])
     assert done.exit_code == 0, done.output
-    expected = {"mode": "require", "weights": "mxfp4", "backend": "auto", "order": "batch-invariant"}
+    expected = {"mode": "require", "weights": "mxfp4", "order": "batch-invariant"}
     assert additional(started[0]) == {"lancebill": expected}
     text = " ".join(started[0])
     assert "--port 1234" in text and "--served-model-name me" in text and text.endswith("--tensor-parallel-size 2")
-    split = ["serve", str(tmp_path), "--gpu-memory", "20GiB", "--moves", "recency"]
+    assert variables[0]["LANCEBILL_VLLM"] == "require"
+    split = ["serve", str(tmp_path), "--gpu-memory", "20GiB", "--moves", "recency", "--cpu-threads", "1"]
     assert CliRunner().invoke(app, split).exit_code == 0
-    given = additional(started[1])["lancebill"]
-    assert (given["gpu_memory"], given["moves"]) == ("20GiB", "recency")
+    expected = {"mode": "require", "gpu_memory": "20GiB", "moves": "recency", "cpu_threads": 1}  # type: ignore[dict-item]
+    assert additional(started[1])["lancebill"] == expected
+    assert CliRunner().invoke(app, ["serve", str(tmp_path), "--gpu-experts", "4"]).exit_code == 0
+    assert additional(started[2])["lancebill"]["gpu_experts"] == 4
     refused = CliRunner().invoke(app, [*words, "--engine", "transformers", "--tensor-parallel-size", "2"])
     assert refused.exit_code == 2
+
+
+def test_the_mode_may_be_another_and_require_needs_the_plugin() -> None:
+    offered = server_start("model", {}, ['--additional-config={"lancebill": {"mode": "offer", "backend": "cpu"}}'])
+    assert additional(offered.command)["lancebill"] == {"mode": "offer", "backend": "cpu"}
+    required = server_start("model", {}, [])
+    assert required.settings.mode == "require"
+    for given in ({}, {"VLLM_PLUGINS": "other,lancebill"}, {"LANCEBILL_VLLM": "on"}):
+        assert required.environment(given) == {**given, "LANCEBILL_VLLM": "require"}
+    for name, value in (("LANCEBILL_VLLM", "off"), ("VLLM_PLUGINS", ""), ("VLLM_PLUGINS", "other")):
+        with pytest.raises(SpecError, match=f"{name}: this keeps lancebill out of vLLM"):
+            required.environment({name: value})
+        assert offered.environment({name: value}) == {name: value}

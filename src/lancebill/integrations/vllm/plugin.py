@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 import os
 
+PLUGIN = "lancebill"  # its name as an entry point
 SWITCH = "LANCEBILL_VLLM"  # "off" leaves vLLM alone, like VLLM_PLUGINS without "lancebill"
+OFF_WORDS = ("off", "0")
+REGISTERED = "require"  # a value of the switch: vLLM does not start without the plugin
 OPERATOR = "RoutedExperts"
 
 
 def register() -> None:
-    """Offer lancebill to vLLM. A failure here is one warning: vLLM then runs as if lancebill were not installed."""
-    if os.environ.get(SWITCH, "on").lower() in ("off", "0"):
+    """Offer lancebill to vLLM. A failure here is one warning: vLLM then runs as if lancebill were not installed.
+
+    Where LANCEBILL_VLLM is "require", it is an error.
+    """
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch in OFF_WORDS:
         return
     try:
         _register()
     except Exception as error:
+        if switch == REGISTERED:
+            raise
         logging.getLogger("vllm.lancebill").warning("lancebill is not used: %s: %s", type(error).__name__, error)
 
 

