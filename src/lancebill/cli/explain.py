@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,8 +92,7 @@ def explain(
             assert shape is not None and weights is not None
             request = _from_shape(shape, weights, activations, tp)
         choice = oracle.explain(request.problem, device or _default_device(), backend, tokens)
-        ways = None if gpu_experts is None else _ways(request.problem, gpu_experts, tokens)
-        moving = _moving(request.problem, gpu_experts, moves)
+        ways, moving = _split(choice, gpu_experts, moves, tokens)
     if as_json:
         split: dict[str, object] = {} if ways is None else {"missing_experts": asdict(ways)}
         split |= {} if moving is None else {"moving_pays_from_hit_rate": moving}
@@ -110,26 +109,41 @@ def explain(
     raise typer.Exit(ui.PROBLEM if choice.chosen is None else ui.FINE)
 
 
-def _ways(problem: Problem, gpu_experts: int, tokens: int) -> Ways:
-    """Which way the experts in host memory go, at assumed rates: a layer on a GPU measures those of its machine."""
-    from lancebill.split.ways import ASSUMED, expected_ways, size_of
+def _split(choice: Choice, gpu_experts: int | None, moves: str, tokens: int) -> tuple[Ways | None, float | None]:
+    """Which way the experts in host memory go, and from which hit rate moving them pays; None: not asked for.
 
-    missing = max(0, problem.experts - gpu_experts)
-    return expected_ways(missing, tokens, problem.top_k, problem.global_experts, size_of(problem), ASSUMED)
-
-
-def _moving(problem: Problem, gpu_experts: int | None, moves: str) -> float | None:
-    """The hit rate from which moving pays, at assumed rates; None: experts do not move."""
-    from lancebill.split.moves import OFF, check_moves
+    At assumed rates: a layer on a GPU measures those of its machine.
+    """
+    from lancebill.layer.check_split import check_host, check_split
+    from lancebill.split.moves import OFF
     from lancebill.split.reuse import break_even
     from lancebill.split.ways import ASSUMED
 
-    check_moves(moves, problem.order)
-    if moves == OFF:
-        return None
+    problem = choice.problem
+    check_split(None, gpu_experts, moves, None, order=problem.order)
     if gpu_experts is None:
-        raise SpecError("--moves needs --gpu-experts", got=moves)
-    return break_even(min(1.0, gpu_experts / problem.experts), ASSUMED)
+        return None, None
+    if choice.device.kind == "cpu":
+        raise SpecError("experts are split between a GPU and the CPU", where="--device", got=choice.device)
+    least, most = (0, problem.experts) if moves == OFF else (1, problem.experts - 1)
+    if not least <= gpu_experts <= most:
+        what = "the layer does not have so many experts" if moves == OFF else "experts move only between two parts"
+        raise SpecError(what, where="--gpu-experts", expected=f"{least} to {most}", got=gpu_experts)
+    if gpu_experts < problem.experts:
+        check_host(problem)
+    pays = None if moves == OFF else break_even(gpu_experts / problem.experts, ASSUMED)
+    return _ways(problem, problem.experts - gpu_experts, tokens), pays
+
+
+def _ways(problem: Problem, missing: int, tokens: int) -> Ways:
+    from lancebill.split.large_batches import FEWEST
+    from lancebill.split.ways import ASSUMED, expected_ways, size_of
+
+    ways = expected_ways(missing, tokens, problem.top_k, problem.global_experts, size_of(problem), ASSUMED)
+    if tokens >= FEWEST:
+        return ways
+    both = tuple(range(len(ways.cpu) + len(ways.streamed)))  # a small batch copies nothing
+    return replace(ways, cpu=both, streamed=(), cpu_us=ways.cpu_alone_us, stream_us=0.0)
 
 
 def _check_usage(path: Path | None, shape: str | None, weights: str | None, of_path: dict[str, object]) -> None:

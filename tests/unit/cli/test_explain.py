@@ -272,3 +272,28 @@ def test_the_guides_backend_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [reason["code"] for reason in reasons] == ["weights", "weights", "activations"]
     finally:
         registry.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "cpu", "--gpu-experts", "64"], "split between a GPU and the CPU"),
+        (["--gpu-experts", "999"], "expected 0 to 128 got 999"),
+        (["--gpu-experts", "64", "--weights", "bf16"], "need the CPU kernels"),
+        (["--gpu-experts", "0", "--moves", "recency"], "expected 1 to 127 got 0"),
+        (["--gpu-experts", "128", "--moves", "recency"], "expected 1 to 127 got 128"),
+        (["--moves", "recency"], "only where layers are split"),
+    ],
+)
+def test_splits_that_cannot_run_are_refused(words: list[str], message: str) -> None:
+    first = ["explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--device", "sm_90"]
+    done = CliRunner().invoke(app, [*first, *words])
+    assert done.exit_code in (1, 2) and message in " ".join(done.output.split()), done.output
+
+
+def test_small_batches_copy_nothing() -> None:
+    words = ["explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--device", "sm_90", "--gpu-experts", "64"]
+    for tokens, copied in (("48", False), ("2048", True)):
+        made = json.loads(CliRunner().invoke(app, [*words, "--tokens", tokens, "--json"]).output)["missing_experts"]
+        assert bool(made["streamed"]) == copied and made["cpu"]
+        assert copied or made["cpu_us"] == made["cpu_alone_us"]
