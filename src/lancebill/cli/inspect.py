@@ -44,14 +44,15 @@ def inspect(
             if memory or tp > 1 or ep > 1:
                 summary["memory"] = describe_memory(manifest, tp, ep)
             if gpu is not None:
-                summary["split"] = describe_split(checkpoint, manifest, gpu)
+                summary["split"] = describe_split(checkpoint, manifest, gpu, tp, ep)
             if layer is not None:
                 summary["layer"] = _describe_layer(manifest, layer)
     if as_json:
         ui.print_json(summary)
     else:
         show(summary, ui.console())
-    raise typer.Exit(ui.PROBLEM if summary["problems"] else ui.FINE)
+    fits = "split" not in summary or summary["split"]["fits"]
+    raise typer.Exit(ui.PROBLEM if summary["problems"] or not fits else ui.FINE)
 
 
 def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
@@ -109,11 +110,11 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
     }
 
 
-def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict[str, Any]:
-    """The experts that fit on a GPU beside all other tensors, and what the CPU has to read for a token of the rest.
+def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str, tp: int, ep: int) -> dict[str, Any]:
+    """The experts that fit on a rank's GPU beside all other tensors, and what the CPU has to read for a token.
 
-    Every expert is taken to be as likely as any other. The rate is that of this machine, and nothing but the CPU's
-    part is counted.
+    The other tensors are counted whole: how they are cut is not known. Every expert is taken to be as likely as any
+    other. The rate is that of this machine, on which all ranks are, and nothing but the CPU's part is counted.
     """
     from lancebill.bench.ceilings import read_rate
     from lancebill.checkpoint.load.layer_plan import plan_layer
@@ -122,18 +123,20 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
     from lancebill.moe.placement import Placement
     from lancebill.split.split import parse_bytes, share_budget
 
-    layout, total = PlainLayout(), parse_bytes(gpu)
+    layout, total, ranks = PlainLayout(), parse_bytes(gpu, "--gpu"), tp * ep
     others = sum(info.nbytes for name, info in checkpoint.tensors.items() if name not in manifest.expert_tensors)
     layers = manifest.stored_layers
-    plans = [plan_layer(layer, Placement(), uneven=manifest.naming.uneven) for layer in layers]
+    plans = [plan_layer(layer, Placement(tp_size=tp, ep_size=ep), uneven=manifest.naming.uneven) for layer in layers]
     sizes = [(len(plan.experts), plan.bytes(layout) // len(plan.experts)) for plan in plans]
     counts = share_budget(max(0, total - others), sizes)
     missing = [size * (experts - count) for (experts, size), count in zip(sizes, counts)]
-    per_token = sum(
-        (manifest.sizes.top_k or 0) * share // experts for share, (experts, _) in zip(missing, sizes) if experts
-    )
+    top_k = manifest.sizes.top_k or 0
+    per_token = sum(top_k * share * ranks // layer.experts for share, layer in zip(missing, layers))
     rate = read_rate(Device("cpu")) if per_token and others <= total else None
     return {
+        "tp": tp,
+        "ep": ep,
+        "fits": others <= total,
         "gpu_bytes": total,
         "other_bytes": others,
         "gpu_experts": {f"{layer.index} {layer.mixture or ''}".strip(): n for layer, n in zip(layers, counts)},
@@ -291,10 +294,11 @@ def _show_memory(memory: Mapping[str, Any], out: Console) -> None:
 def _show_split(split: Mapping[str, Any], out: Console) -> None:
     counts = sorted(set(split["gpu_experts"].values()), reverse=True)
     held = " or ".join(map(str, counts))
-    out.print(
-        f"\n[bold]on a GPU of {ui.size(split['gpu_bytes'])}[/]: {ui.size(split['other_bytes'])} for all other tensors"
-    )
-    if split["other_bytes"] > split["gpu_bytes"]:
+    ranks = split["tp"] * split["ep"]
+    rank = "" if ranks == 1 else f", rank 0 of tp {split['tp']} x ep {split['ep']}"
+    title = f"\n[bold]on a GPU of {ui.size(split['gpu_bytes'])}{rank}[/]"
+    out.print(f"{title}: {ui.size(split['other_bytes'])} for all other tensors{', not cut' * (ranks > 1)}")
+    if not split["fits"]:
         out.print("  [bold red]too small[/]: these tensors do not fit, with or without experts")
         return
     out.print(f"  {held} experts of each layer, {ui.size(split['gpu_expert_bytes'])}")
@@ -303,5 +307,8 @@ def _show_split(split: Mapping[str, Any], out: Console) -> None:
         return
     out.print(f"  {ui.size(split['host_expert_bytes'])} of experts in host memory, computed by the CPU")
     if split["most_tokens_per_second"] is not None:
-        reads = f"{ui.size(split['cpu_bytes_per_token'])} a token at {split['read_gbs']:.0f} GB/s, measured here"
+        of_all = "" if ranks == 1 else " of all ranks"
+        reads = (
+            f"{ui.size(split['cpu_bytes_per_token'])}{of_all} a token at {split['read_gbs']:.0f} GB/s, measured here"
+        )
         out.print(f"  at most {split['most_tokens_per_second']} tokens/s one by one: the CPU reads {reads}")

@@ -119,22 +119,34 @@ def test_inspect_says_what_a_gpu_holds(model: Path, monkeypatch: pytest.MonkeyPa
     whole = parsed(call("inspect", model, "--gpu", "1GiB", "--json"))
     split, experts = whole["split"], whole["experts"]
     assert set(split["gpu_experts"].values()) == {experts} and split["most_tokens_per_second"] is None
-    each = split["gpu_expert_bytes"] // (whole["layers"] * experts)
+    split_bytes = split["gpu_expert_bytes"]
+    each = split_bytes // (whole["layers"] * experts)
     held = split["other_bytes"] + each * (whole["layers"] + 1)
-    split = parsed(call("inspect", model, "--gpu", held, "--json"))["split"]
+    split = parsed(call("inspect", model, "--gpu", f"{held}B", "--json"))["split"]
     assert list(split["gpu_experts"].values()) == [2] + [1] * (whole["layers"] - 1)
     missing = whole["layers"] * experts - whole["layers"] - 1
     assert split["host_expert_bytes"] == missing * each
     assert split["most_tokens_per_second"] == pytest.approx(2e9 / split["cpu_bytes_per_token"], rel=1e-2)
-    assert "in host memory" in call("inspect", model, "--gpu", held).stdout
+    assert "in host memory" in call("inspect", model, "--gpu", f"{held}B").stdout
+    for ranks, cut, kept in ((("--tp", 2), 2, 1), (("--ep", 2), 1, 2), (("--tp", 2, "--ep", 2), 2, 2)):
+        whole_rank = parsed(call("inspect", model, "--gpu", "1GiB", *ranks, "--json"))["split"]
+        assert set(whole_rank["gpu_experts"].values()) == {experts // kept}
+        assert whole_rank["gpu_expert_bytes"] == split_bytes // (cut * kept)
+        none = call("inspect", model, "--gpu", f"{split['other_bytes']}B", *ranks)
+        reads = parsed(call("inspect", model, "--gpu", f"{split['other_bytes']}B", "--json"))["split"]
+        told = parsed(call("inspect", model, "--gpu", f"{split['other_bytes']}B", *ranks, "--json"))["split"]
+        assert "rank 0 of tp" in none.stdout and told["cpu_bytes_per_token"] == reads["cpu_bytes_per_token"]
 
 
 def test_inspect_says_that_a_gpu_is_too_small(tmp_path: Path) -> None:
     write_model(tmp_path / "model", SIZE)
-    text = call("inspect", tmp_path / "model", "--gpu", 10).stdout
-    assert "too small: these tensors do not fit" in text and "tokens/s" not in text
-    split = parsed(call("inspect", tmp_path / "model", "--gpu", 10, "--json"))["split"]
+    told = call("inspect", tmp_path / "model", "--gpu", "10B")
+    assert "too small: these tensors do not fit" in told.stdout and "tokens/s" not in told.stdout
+    split = parsed(call("inspect", tmp_path / "model", "--gpu", "10B", "--json"))["split"]
     assert split["other_bytes"] > 10 and split["most_tokens_per_second"] is None
+    assert told.exit_code == 1 and not split["fits"]
+    refused = call("inspect", tmp_path / "model", "--gpu", 24)
+    assert refused.exit_code == 2 and "24GiB" in refused.output
 
 
 def test_inspect_rejects_impossible_shards_and_layers(model: Path) -> None:
