@@ -19,7 +19,7 @@ from lancebill.split.gpu_queues import MailboxQueue, on_device
 
 
 class BatchMaps:
-    """Room for the numbers of one batch at a time. The last batch has ended when the ids of the next one were read."""
+    """Room for the numbers of one batch at a time: the last one has ended when the next begins (`CudaLane.batch`)."""
 
     def __init__(self, experts: int, known: int, tokens: int, top_k: int, device: torch.device) -> None:
         """Of a part with so many experts, for physical ids below `known` and batches of at most so many tokens."""
@@ -31,6 +31,7 @@ class BatchMaps:
         self.cpu_map = torch.empty(known, dtype=torch.int32, device="cpu")  # of the experts that the CPU computes
         self._sent_ids = torch.empty((tokens, top_k), dtype=torch.int32, device="cpu")
         self._sent_weights = torch.empty_like(self._sent_ids, dtype=torch.float32)
+        self._asked: torch.cuda.Event | None = None
 
     def ask(self, dispatch: Indexed) -> None:
         """Queue that ids and weights go to host memory: by one kernel, if they have the usual types."""
@@ -46,12 +47,16 @@ class BatchMaps:
         return ids, weights.view(torch.float32)
 
     def ask_whether(self, flag: Tensor) -> None:
-        """Queue that a flag goes to host memory: in the current stream, because copies are slower while more wait."""
+        """Queue that a flag goes to host memory: in the current stream.
+
+        Copies are slower while a further stream waits for packed waves.
+        """
         torch.add(flag.int().view(1), 0, out=self._seen_flag)
         self._asked = MailboxQueue(self.device).mark()
 
     def answer(self) -> bool:
         """Whether the flag is set. Waits until the stream has come so far."""
+        assert self._asked is not None
         self._asked.synchronize()
         return bool(self._flag)
 

@@ -142,10 +142,13 @@ class LargeBatches:
 
         `flags` are those that packing sets. The host can read them before the last wave is computed.
         """
+        asked = 0
 
         def pack(number: int) -> None:
+            nonlocal asked
             batch.pack(waves.experts, number)
             if flags and number + 1 == len(waves.experts):
+                asked = len(flags)
                 batch.room.ask_whether(any_set(flags))
 
         x = batch.x
@@ -161,6 +164,7 @@ class LargeBatches:
             total.add_(last)
             pack(number)
             last = compute(maps[number])
+        assert len(flags) == asked, "only packing asks questions, not computing"
         return total, last
 
     def _host_us(self, rates: Rates, device: torch.device) -> tuple[float, float, float]:
