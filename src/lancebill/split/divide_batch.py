@@ -123,11 +123,13 @@ def host_us(batch: LargeBatch, rates: Rates, prepare: Callable[[LargeBatch], Row
         call = prepare(batch)
         begun = begin_batch(batch, rates, first)
         rows = rows_of_cpu(batch, begun, divide_batch(batch, begun, rates))
+        before = call.computed_us()
         sent = None if rows is None else call.send(rows)
         asked, way = time.perf_counter(), rates.call_us
         if sent is not None:
+            call.wait()
             rows_us = len(sent.sums) * batch_costs(len(batch.x), batch.size, rates).row
-            way = max(0.0, call.way_us() - rows_us)
+            way = max(0.0, (time.perf_counter() - asked) * 1e6 - (call.computed_us() - before) - rows_us)
         taken.append(((then - start) * 1e6, (asked - then) * 1e6, way))
     torch.cuda.synchronize()
     begin, divide, way = map(median, zip(*taken))

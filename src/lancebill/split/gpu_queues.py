@@ -50,6 +50,9 @@ class _GpuQueue:
     def _own_stream(self) -> torch.cuda.Stream:
         return self.caller
 
+    def fork(self) -> None:
+        """There is nothing to wait for: what is queued here is queued by the caller."""
+
     def mapped(self, memory: Tensor) -> Tensor:
         view = torch.as_tensor(_Mapped(memory), device=self.device)
         if view.data_ptr() != memory.data_ptr():  # it is mapped for another GPU
@@ -93,6 +96,9 @@ class SideStream(_GpuQueue):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.fork()
+
+    def fork(self) -> None:
         self.stream.wait_stream(self.caller)
 
     def _own_stream(self) -> torch.cuda.Stream:

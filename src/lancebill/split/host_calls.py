@@ -6,7 +6,6 @@ a graph.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +34,12 @@ class Queue(Protocol):
 
     key: Hashable  # of all that runs one after the other: a stream, or a stream in a capture
     capturing: bool  # the steps are recorded, and may run many times
+
+    def fork(self) -> None:
+        """Let what is queued here next wait for all that the caller has queued.
+
+        A new queue does. Memory that the caller allocated later may be in use until then, by another thread's work.
+        """
 
     def mapped(self, memory: Tensor) -> Tensor:
         """Host memory of `allocate` as a tensor that steps can read and write where it is."""
@@ -101,6 +106,9 @@ class RowsCall:
     def send(self, rows: CpuRows) -> CpuSums:
         """Queue the call. Its sums are there when the queue has come so far."""
         count, mapped, queue = len(rows.ids), self.mapped, self.queue
+        assert count <= len(mapped.x), "the experts of the CPU are chosen so that their rows fit one call"
+        sums = self.x.new_empty((count, self.x.shape[1]), dtype=torch.float32)
+        queue.fork()
         mapped.call.take(rows.ids, rows.weights)
         numbers = None if rows.numbers is None else queue.fetched(rows.numbers)
         if numbers is None:
@@ -108,17 +116,18 @@ class RowsCall:
         else:
             queue.take_rows(mapped.x[:count], self.x, numbers)
         queue.call(mapped.call)
-        sums = self.x.new_empty((count, self.x.shape[1]), dtype=torch.float32)
         queue.copy(sums, mapped.out[:count])
         return CpuSums(sums, numbers)
 
-    def way_us(self) -> float:
-        """Waits for the call that was just sent: microseconds in which the CPU did not compute it."""
-        call, start = self.mapped.call.call, time.perf_counter()
-        before: int = call.nanoseconds
+    def computed_us(self) -> float:
+        """Microseconds in which the CPU has computed this call so far, whenever it was sent."""
+        nanoseconds: int = self.mapped.call.call.nanoseconds
+        return nanoseconds / 1e3
+
+    def wait(self) -> None:
+        """Until the sums are there. Raises if the CPU has failed."""
         self.queue.wait()
-        computed: int = call.nanoseconds - before
-        return (time.perf_counter() - start) * 1e6 - computed / 1e3
+        self.mapped.call.check()
 
 
 class HostCalls:
@@ -150,6 +159,7 @@ class HostCalls:
         if x.shape[0] <= MOST_ROWS:
             return self._step(queue, host, expert_map, given).out
         sums = torch.empty_like(x, dtype=torch.float32)
+        queue.fork()
         for pieces in zip(*(tensor.split(MOST_ROWS) for tensor in (*given, sums))):
             queue.copy(pieces[3], self._step(queue, host, expert_map, pieces[:3]).out)
         return sums

@@ -39,6 +39,9 @@ class DelayedQueue:
         self.key = id(self)
         self.capturing, self.steps, self.allocated = capturing, [], 0  # type: ignore[var-annotated]
 
+    def fork(self) -> None:
+        """What the caller has queued has run already."""
+
     def mapped(self, memory: Tensor) -> Tensor:
         return memory
 
@@ -143,17 +146,49 @@ def test_a_prepared_call_computes_the_rows_that_are_sent(some: bool, tmp_path: P
     assert torch.equal(whole, want) and kept, "a call of as many rows is another one"
 
 
-def test_the_way_to_the_cpu_and_back_is_what_the_cpu_does_not_compute(tmp_path: Path) -> None:
+def test_the_time_and_the_failure_of_a_call_are_known(tmp_path: Path) -> None:
     host, queue = _host_part(tmp_path), DelayedQueue()
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
     x, ids, weights = make_inputs(11, 0)
     call = host.calls.prepare_rows(queue, host.executor, host.expert_map, x)
-    on_cpu = call.send(CpuRows(ids.int(), weights.float(), None))
-    queue.steps.append((time.sleep, 0.02))
-    start, computed = time.perf_counter(), call.mapped.call.call
-    way = call.way_us()
-    whole = (time.perf_counter() - start) * 1e6
-    assert 20_000 <= way <= whole - computed.nanoseconds / 1e3 and computed.count == 1 and on_cpu
+    sent, last = [], 0.0
+    for number in (1, 2):
+        sent.append(call.send(CpuRows(ids.int(), weights.float(), None)))
+        assert call.computed_us() == last, "nothing has run yet"
+        start = time.perf_counter()
+        call.wait()
+        assert 0 < call.computed_us() - last <= (time.perf_counter() - start) * 1e6
+        assert call.mapped.call.call.count == number
+        last = call.computed_us()
+    call.mapped.call.work.threads = 0
+    sent.append(call.send(CpuRows(ids.int(), weights.float(), None)))
+    with pytest.raises(LaunchError, match="number of threads"):
+        call.wait()
+    assert sent
+
+
+def test_sums_are_allocated_before_the_queue_waits_for_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory may have belonged to work that another thread queued after the queue was made."""
+    monkeypatch.setattr(host_calls, "MOST_ROWS", 8)
+    host, queue, said = _host_part(tmp_path), DelayedQueue(), list[str]()
+    monkeypatch.setattr(queue, "fork", lambda: said.append(f"fork before step {len(queue.steps)}"))
+    for where, name in ((Tensor, "new_empty"), (torch, "empty_like")):
+        make = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a, make=make, name=name, **b: (said.append(name), make(*a, **b))[1])
+    assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    x, ids, weights = make_inputs(11, 0)
+    call = host.calls.prepare_rows(queue, host.executor, host.expert_map, x[:8])
+    said.clear()
+    made = [call.send(CpuRows(ids[:8].int(), weights[:8].float(), None)).sums]
+    assert said == ["new_empty", "fork before step 0"] and queue.steps
+    queue.wait()
+    said.clear()
+    made.append(host.calls.queue(queue, host.executor, host.expert_map, x, Indexed(ids, weights)))
+    assert said[:2] == ["empty_like", "fork before step 0"] and queue.steps
+    queue.wait()
+    assert torch.equal(made[0], made[1][:8])
 
 
 def test_one_call_has_room_for_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +197,8 @@ def test_one_call_has_room_for_some_of_the_rows(tmp_path: Path, monkeypatch: pyt
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
     call = host.calls.prepare_rows(queue, host.executor, host.expert_map, make_inputs(11, 0)[0])
     assert len(call.mapped.x) == len(call.mapped.out) == 4
+    with pytest.raises(AssertionError, match="fit one call"):
+        call.send(CpuRows(torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), None))
 
 
 def test_a_queued_call_keeps_the_ids_and_weights_of_its_rows(tmp_path: Path) -> None:
