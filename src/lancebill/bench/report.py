@@ -47,6 +47,7 @@ def describe(result: BenchResult, machine: Mapping[str, Any], command: Sequence[
         "distinct_experts": setup.distinct,
         "experts_on_device": setup.split,
         "moves": setup.moves,
+        "cpu_threads": setup.cpu_threads,
         "ceilings": result.ceilings.describe(),
         "problem": setup.problem().describe(),
         "absent_peers": dict(result.absent),

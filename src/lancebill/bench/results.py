@@ -37,6 +37,7 @@ class BenchSetup:
     order: str = FAST
     split: int | None = None  # experts on the device, the others in host memory; None: all on the device
     moves: str = OFF  # whether experts move between the two while it is measured
+    cpu_threads: int | None = None  # that compute experts in host memory beside a GPU
 
     def problem(self) -> Problem:
         problem = self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))

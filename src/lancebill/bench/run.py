@@ -19,12 +19,14 @@ from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
+from lancebill.layer.check_split import check_host, check_split
 from lancebill.moe.device import Device, parse_device
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.problem import Problem
 from lancebill.moe.simulation import Simulation
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.split.moves import OFF, check_moves
+from lancebill.split.host_calls import use_host_threads
+from lancebill.split.host_threads import HostThreads
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
 SORTED = ", sorted"  # suffix of a peer's name when its routing sort is not timed
@@ -40,6 +42,19 @@ Log = Callable[[str], None]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def check_placement(setup: BenchSetup) -> None:
+    """Raise if the layer cannot be split as asked."""
+    problem = setup.problem()
+    check_split(None, setup.split, setup.moves, setup.cpu_threads, order=setup.order)
+    if setup.split is None:
+        return
+    if setup.split > problem.experts:
+        what = "the layer does not have so many experts"
+        raise SpecError(what, where="--split", expected=f"0 to {problem.experts}", got=setup.split)
+    if setup.split < problem.experts and parse_device(setup.device).kind != "cpu":
+        check_host(problem)
+
+
 def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
     """Measure the machine, make the weights, then time every number of tokens."""
     device, problem = _local_device(setup.device), setup.problem()
@@ -47,9 +62,9 @@ def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
     Simulation(setup.routing)  # raises if the routing has no such name
     if setup.host and device.kind == "cpu":
         raise SpecError("host time is only measured for layers on a GPU", where="--host", got=device)
-    check_moves(setup.moves, setup.order)
-    if setup.moves != OFF and setup.split is None:
-        raise SpecError("experts move only where a layer is split", where="--moves", got=setup.moves, hint="--split")
+    check_placement(setup)
+    if setup.cpu_threads is not None:
+        use_host_threads(HostThreads.choose(setup.cpu_threads))
     choices = [oracle.select(problem, device, name) for name in setup.backends]
     threads_before = torch.get_num_threads()
     if setup.threads is not None:

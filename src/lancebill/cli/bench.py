@@ -29,6 +29,10 @@ SplitNumber = Annotated[
 MovesWay = Annotated[
     str, typer.Option("--moves", help="With --split: off, or recency: experts that were used move to the device.")
 ]
+CpuThreads = Annotated[
+    int | None,
+    typer.Option("--cpu-threads", min=1, help="With --split on a GPU: threads that compute the CPU's experts."),
+]
 
 
 def bench(
@@ -50,6 +54,7 @@ def bench(
     ] = None,
     split: SplitNumber = None,
     moves: MovesWay = "off",
+    cpu_threads: CpuThreads = None,
     host: Annotated[bool, typer.Option("--host", help="Also measure the host time of eager calls on a GPU.")] = False,
     time_first_forward: Annotated[
         bool,
@@ -75,7 +80,7 @@ def bench(
 
         setup = BenchSetup(
             parse_shape(shape), weights, activations, device, batches, routing, names(backend), names(peers),
-            threads, repeats, host, distinct, order, split, moves,
+            threads, repeats, host, distinct, order, split, moves, cpu_threads,
         )  # fmt: skip
         if plot_file is not None:
             plot.check_file(plot_file)
@@ -103,7 +108,11 @@ def _write(figures: dict[str, Any], json_file: Path | None, plot_file: Path | No
 def _first_forwards(setup: BenchSetup, shape: str) -> list[dict[str, Any]]:
     """Each backend twice: the first run fills the caches, the second one uses them."""
     from lancebill.bench.first_forward import FirstForward, first_forward
+    from lancebill.bench.run import check_placement
 
+    check_placement(setup)
+    if setup.split is not None:
+        raise SpecError("the first forward is measured of a whole layer", where="--first-forward", got="--split")
     rows = []
     for name in setup.backends:
         request = FirstForward(shape, setup.weights, setup.activations, setup.device, setup.tokens[0], name)
@@ -152,6 +161,8 @@ def show(figures: Mapping[str, Any], out: Console) -> None:
         f"{row['routing']} routing",
         soft_wrap=True,
     )
+    if meta["experts_on_device"] is not None:
+        out.print(_split_line(meta), soft_wrap=True)
     out.print(_machine_line(meta), soft_wrap=True)
     out.print()
     unit, factor = _unit(meta)
@@ -182,6 +193,12 @@ def show(figures: Mapping[str, Any], out: Console) -> None:
             )
     for name, why in meta["absent_peers"].items():
         out.print(f"[yellow]{escape(name)} was not measured[/]: {escape(why)}", soft_wrap=True)
+
+
+def _split_line(meta: Mapping[str, Any]) -> str:
+    held, experts = meta["experts_on_device"], meta["problem"]["experts"]
+    moving = "; experts that were used move to the device" * (meta["moves"] != "off")
+    return f"{held} experts on the device, {experts - held} in host memory, computed by the CPU{moving}"
 
 
 def _machine_line(meta: Mapping[str, Any]) -> str:

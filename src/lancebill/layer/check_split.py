@@ -10,7 +10,7 @@ from lancebill.split.moves import OFF, check_moves
 from lancebill.split.split import check_count, parse_bytes
 
 CPU_KERNELS = "cpu"  # the backend that computes experts in host memory beside a GPU: it calls no Python
-SPLIT_BY = "gpu_memory or gpu_experts"
+SPLIT_BY = "split by gpu_memory or gpu_experts; bench: by --split"
 
 
 def check_split(

@@ -28,12 +28,12 @@ from lancebill.bench.check import check_output, expected_rows
 from lancebill.bench.first_forward import FirstForward, first_forward
 from lancebill.bench.peers_marlin import pad_halves
 from lancebill.bench.results import BenchCase, BenchRow, BenchSetup
-from lancebill.bench.run import run_benchmark
+from lancebill.bench.run import check_placement, run_benchmark
 from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.main import app
-from lancebill.errors import LaunchError, SpecError, WrongResult
+from lancebill.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, PlainLayout
@@ -467,6 +467,11 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--routing", "wild"),
         ("--order", "slow"),
         ("--moves", "recency"),
+        ("--split", "99"),
+        ("--cpu-threads", "1"),
+        ("--split", "1", "--cpu-threads", "5000"),
+        ("--first-forward", "--split", "1"),
+        ("--first-forward", "--split", "1", "--moves", "nonsense"),
         ("--peers", "vllm"),
         ("--shape", "large"),
         ("--weights", "int40"),
@@ -475,13 +480,21 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--json", "no/such/folder/file"),
     ],
 )
-def test_usage_errors(words: tuple[str, str]) -> None:
+def test_usage_errors(words: tuple[str, ...]) -> None:
     result = lancebill(*WORDS, *words)
     assert result.exit_code == USAGE
     assert "measuring" not in result.stderr
 
 
+def test_the_text_says_what_is_split() -> None:
+    text = lancebill(*WORDS, "--split", "1").output
+    assert f"1 experts on the device, {SHAPE.experts - 1} in host memory" in " ".join(text.split()), text
+    assert "in host memory" not in lancebill(*WORDS).output
+
+
 def test_an_unsupported_request_is_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="need the CPU kernels"):
+        check_placement(BenchSetup(SHAPE, "bf16", device="sm_90", split=1))
     with pytest.raises(SpecError, match="no backend is called"):
         run_benchmark(BenchSetup(SHAPE, "mxfp4", backends=("none",)))
     with pytest.raises(SpecError, match="unknown simulated routing"):

@@ -164,7 +164,7 @@ def test_experts_that_the_cpu_cannot_compute_beside_a_gpu_are_refused_before_loa
 def test_options_that_need_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(make_checkpoint(), tmp_path / "m")
     for options in ({"moves": "recency"}, {"cpu_threads": 1}):
-        with pytest.raises(SpecError, match=f"{next(iter(options))}: .*split.*gpu_memory or gpu_experts"):
+        with pytest.raises(SpecError, match=f"{next(iter(options))}: .*split.*by gpu_memory or gpu_experts"):
             RoutedExperts.from_checkpoint(folder, 0, **options)  # type: ignore[arg-type]
     for wrong in ("4", 2.5, True):
         with pytest.raises(SpecError, match="gpu_experts: not a number"):
