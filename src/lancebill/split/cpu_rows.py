@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_ROWS = 2048  # of one call of the CPU: its buffers have room for so many
-MOST_SENT = 0.75  # of all rows that one call has room for: with more, choosing rows takes longer than it saves
+MOST_SENT = 0.75  # of a batch that fits one call: with more, choosing rows takes longer than it saves
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,5 +48,5 @@ def few_enough(used: int, tokens: int) -> bool:
 
 
 def most_chosen(tokens: float) -> float:
-    """Rows of the CPU, if not all are sent."""
+    """The most rows that are chosen. Of a batch that does not fit one call, all that the call has room for."""
     return MOST_SENT * tokens if tokens <= MOST_ROWS else MOST_ROWS

@@ -24,8 +24,9 @@ from lancebill.split.streamed import BUFFERS, Stage, copy_wave, pack_wave
 from lancebill.split.ways import Rates
 
 BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
-# Tokens of an expert: it is read; half a tile of 16; computing takes longer than reading; and about the most with which
-# the CPU is still worth asking, because a line drawn further misleads. The last tile is half full, as it is on average.
+# Tokens of an expert: it is read; half a tile of 16; one and a half; computing takes longer than reading; and about the
+# most with which the CPU is still worth asking, because a line drawn further misleads. The last tile is half full, as
+# it is on average.
 COUNTS = (1, 8, 24, 72, 136)
 _EXPERTS = 16  # of a call; the next call uses others, which are not in the CPU's caches
 _COPIED = 4 << 30  # bytes that are copied while the CPU computes: time for some of the longest calls
