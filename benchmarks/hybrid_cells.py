@@ -30,7 +30,7 @@ from lancebill.split.host_calls import host_threads, use_host_threads
 from lancebill.split.host_threads import HostThreads
 from lancebill.split.large_batches import LargeBatches
 from lancebill.split.streamed import BUFFERS, copy_wave
-from lancebill.split.ways import BOTH_WORTH, MOST_ROWS, Rates
+from lancebill.split.ways import BOTH_WORTH, MOST_ROWS, Rates, Ways
 from lancebill.testing.layers import worst_row
 
 TURNS = 12  # what is compared is measured in turns: the rate of memory changes from second to second
@@ -286,7 +286,7 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
     chosen_experts = ChosenExperts(large._cpu.native, given.ids.cpu().int(), given.weights.cpu().float())
     counts = chosen_experts.counts(host_map, large._cpu.problem.experts)
-    chosen = divide_batch.choose_ways(counts, tokens, size, rates)
+    chosen = divided(lambda: whole(layer)(given)) or divide_batch.choose_ways(counts, tokens, size, rates)
     forced = {
         "prefill": (rates, BOTH_WORTH),
         "cpu": (replace(rates, copy_gbs=1e-6), BOTH_WORTH),
@@ -315,6 +315,22 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
         "asked_us": asked_us(layer, lambda: whole(layer)(given)),
         **(beside_copies(layer, large, given) if tokens <= MOST_ROWS else {}), "rates": asdict(rates),
     }  # fmt: skip
+
+
+def divided(run: Callable[[], object]) -> Ways | None:
+    """How a call divides its experts, which depends on those whose copies have begun. None: it does not ask."""
+    found, choose = list[Ways](), divide_batch.choose_ways
+
+    def chosen(*given: Any, **how: Any) -> Ways:
+        found.append(choose(*given, **how))
+        return found[-1]
+
+    divide_batch.choose_ways = chosen
+    try:
+        run()
+    finally:
+        divide_batch.choose_ways = choose
+    return found[-1] if found else None
 
 
 def asked_us(layer: RoutedExperts, run: Callable[[], object]) -> float:
