@@ -126,39 +126,58 @@ def stream_options(value: Any) -> bool:
 
 
 def messages(value: Any) -> list[dict[str, str]]:
+    return _messages(value, ("role", "content", "type"))
+
+
+def response_input(value: Any) -> list[dict[str, str]]:
+    """Text, or messages; those of a reply have an id and a status, and may be sent back with them."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": text(value)}]
+    return _messages(value, ("role", "content", "type", "id", "status"))
+
+
+def _messages(value: Any, keys: Sequence[str]) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise ValueError("a list of at least one message")
-    return [_message(each) for each in value]
+    return [_message(each, f"message {index}", keys) for index, each in enumerate(value)]
 
 
-def _message(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or set(value) - {"role", "content", "name", "type", "id", "status"}:
-        raise ValueError('messages of "role" and "content"')
-    role = value.get("role")
+def _message(value: Any, where: str, keys: Sequence[str]) -> dict[str, str]:
+    said = _object(value, where, keys)
+    role = said.get("role")
     if role not in ("system", "developer", "user", "assistant"):
-        raise ValueError("messages with the role system, developer, user or assistant")
-    if value.get("type", "message") != "message":
-        raise ValueError('items of the type "message"')
+        raise ValueError(f"the role system, developer, user or assistant in {where}")
+    if said.get("type", "message") != "message":
+        raise ValueError(f'the type "message" in {where}')
+    for name in ("id", "status"):
+        text(said.get(name, ""))
     # Templates do not know "developer", which is OpenAI's newer name of "system".
-    return {"role": "system" if role == "developer" else role, "content": _content(value.get("content"))}
+    return {"role": "system" if role == "developer" else role, "content": _content(said.get("content"), where)}
 
 
-def _content(value: Any) -> str:
+def _content(value: Any, where: str) -> str:
     if isinstance(value, str):
         return text(value)
-    wrong = ValueError("messages with text: a string, or a list of parts of type text")
-    if not isinstance(value, list) or not value:
+    wrong = ValueError(f"text as the content of {where}: a string, or a list of parts of type text")
+    if not isinstance(value, list):
         raise wrong
     parts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
             raise wrong
-        parts.append(text(part.get("text")))
+        parts.append(text(_object(part, f"the content of {where}", ("type", "text")).get("text")))
     return "".join(parts)
 
 
-def response_input(value: Any) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text(value)}] if isinstance(value, str) else messages(value)
+def _object(value: Any, where: str, keys: Sequence[str]) -> dict[str, Any]:
+    """What an object says: nulls and empty lists, of which replies are full, say nothing."""
+    if not isinstance(value, dict):
+        raise ValueError(f"an object as {where}")
+    said = {name: each for name, each in value.items() if each is not None and each != []}
+    for name in said:
+        if name not in keys:
+            raise ValueError(f"nothing but {', '.join(keys)} in {where}, which has {name[:64]!r}")
+    return said
 
 
 def prompts(value: Any) -> list[str | list[int]]:
@@ -190,7 +209,6 @@ SAMPLED = {
     "user": text,
     "safety_identifier": text,
     "prompt_cache_key": text,
-    "metadata": labels,
     "service_tier": only("auto", "default"),
 }
 MORE_SAMPLED = {
@@ -219,6 +237,7 @@ CHAT: Mapping[str, Read] = {
     "reasoning_effort": text,
     "chat_template_kwargs": template_variables,
     **dict.fromkeys(("functions", "function_call", "audio", "prediction", "verbosity", "web_search_options"), refused),
+    "metadata": refused,
 }
 COMPLETION: Mapping[str, Read] = {
     **SAMPLED,
@@ -234,6 +253,7 @@ RESPONSE: Mapping[str, Read] = {
     **NO_TOOLS,
     "input": response_input,
     "instructions": text,
+    "metadata": labels,
     "max_output_tokens": integer(1),
     "text": only({"format": {"type": "text"}}, {}),
     "store": only(False),

@@ -22,7 +22,9 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
         [SAYS, [{"role": "developer", "content": [{"type": "text", "text": "x"}]}, *SAYS]],
         [[], "hello", [7], [{"role": "user"}], [{"role": "robot", "content": "x"}], [{"role": "user", "content": []}],
          [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-         [{"role": "user", "content": "x", "tool_calls": []}], [{"role": "tool", "content": "x"}]],
+         [{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": "tool", "content": "x"}],
+         [{"role": "user", "content": "x", "name": "Ada"}], [{"role": "user", "content": "x", "id": "a"}],
+         [{"role": "user", "content": [{"type": "text", "text": "x", "bogus": 5}]}]],
     ),
     "prompt": (["x", ["x", "y"], [1, 2], [[1, 2], [3]]], [[], [[]], [1.5], [True], ["x", 1], {"x": 1}, 7, [-1]]),
     "input": (["x", SAYS], [[], 7, [{"type": "function_call_output", "role": "user", "content": "x"}]]),
@@ -48,7 +50,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "user": (["x"], [7]),
     "safety_identifier": (["x"], [7]),
     "prompt_cache_key": (["x"], [7]),
-    "metadata": ([{"a": "b"}], [{"a": 1}, []]),
     "service_tier": (["auto"], ["flex"]),
     "store": ([False], [True, 0]),
     "modalities": ([["text"]], [["text", "audio"]]),
@@ -89,6 +90,7 @@ def test_every_parameter_works_or_is_refused(route: str) -> None:
     table = TABLES[route]
     own = {"messages": {"logprobs": ([True, False], [1, "x"])}, "prompt": {"logprobs": ([0, 5], [True, 21])}}
     own["input"] = {"top_logprobs": ([0], [5]), "stream_options": ([], [{}]), "prompt": ([], [{"id": "x"}])}
+    own["input"]["metadata"], own["messages"]["metadata"] = ([{"a": "b"}], [{"a": 1}, []]), ([], [{"a": "b"}])
     for name, (good, bad) in {**VALUES, **own.get(route, {})}.items():
         if name in table:
             for value in good:
@@ -108,6 +110,29 @@ def test_every_parameter_works_or_is_refused(route: str) -> None:
 def test_expected_values_are_shown_as_json() -> None:
     assert "expected false;" in refusal(COMPLETION, {"echo": True})["message"]
     assert 'expected {"type": "text"};' in refusal(CHAT, {"response_format": {"type": "json_object"}})["message"]
+
+
+def test_a_reply_may_be_sent_back() -> None:
+    """Its nulls and empty lists say nothing."""
+    nothing = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
+    answer = {"role": "assistant", "content": "hi", "annotations": [], **nothing}
+    read = read_parameters(CHAT, {"messages": [*SAYS, answer]}, [])
+    assert read["messages"] == [*SAYS, {"role": "assistant", "content": "hi"}]
+    part = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
+    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    assert read_parameters(RESPONSE, {"input": [*SAYS, item]}, [])["input"] == read["messages"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": "user", "content": "x", "name": "Ada"},
+        {"role": "user", "content": [{"type": "text", "text": "x", "name": 5}]},
+    ],
+)
+def test_a_refused_message_is_named(wrong: Mapping[str, Any]) -> None:
+    said = refusal(CHAT, {"messages": [*SAYS, wrong]})["message"]
+    assert "message 1" in said and "'name'" in said
 
 
 ODD = [True, 0, -1, 1e308, 10**400, "", "\ud800", "x" * 5000, [], [None], [[]], [{}], {}, {"": None}, {"x": {"y": []}}]
