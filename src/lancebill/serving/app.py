@@ -27,6 +27,8 @@ PAGE = Path(__file__).with_name("page.html")
 # The page runs its own script and talks to this server only.
 PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
+ENDING = ApiError(503, "the server is shutting down", None, "shutting_down", "overloaded").body()
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -117,6 +119,9 @@ class App:
             await call.reply_json(status, error.body(), **more)
         except ClientGone:
             status = 499
+        except asyncio.CancelledError:  # the server ends
+            status = 503
+            await call.reply_json(status, ENDING)
         except Exception:
             body = ApiError(500, "internal error", None, "server_error", "server_error").body()
             await call.reply_json(500, body)
@@ -139,8 +144,9 @@ class App:
         if call.method not in {"GET": ("GET", "HEAD")}.get(method, (method,)):
             raise ApiError(405, f"{call.path} takes {method}", None, "method_not_allowed")
         if self.api_key is not None and call.path.startswith("/v1/"):
-            given = call.headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            scheme, _, given = call.headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+            if scheme.lower() != "bearer" or not right:
                 raise ApiError(401, "wrong or missing API key", None, "invalid_api_key", "authentication_error")
         return await handler(call)
 
@@ -198,6 +204,11 @@ class App:
             if not answering.done():
                 raise ClientGone
             answering.result()
+        except asyncio.CancelledError:  # the server ends
+            if not asked.stream:
+                raise
+            await call.send({"type": "http.response.body", "body": _event(ENDING).encode()})
+            return 503
         finally:
             for task in (answering, gone):
                 task.cancel()
@@ -222,11 +233,15 @@ async def _server_sent(events: AsyncIterator[dict[str, Any]], done: str) -> Asyn
     """Server-sent events. An error after the first one can only be an event itself."""
     try:
         async for event in events:
-            name = f"event: {event['type']}\n" if "type" in event else ""
-            yield f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+            yield _event(event)
     except ApiError as error:
-        yield f"data: {json.dumps(error.body())}\n\n"
+        yield _event(error.body())
     yield done
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 async def _values(call: Call, table: Mapping[str, parameters.Read], required: str) -> dict[str, Any]:

@@ -53,6 +53,10 @@ class Generation:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def submit(self) -> None:
+        most = self._engine.limits.waiting
+        if len(self._answers) > most:  # would not fit into an empty queue either
+            what = f"expected at most {most} answers (prompts, times n), got {len(self._answers)}"
+            raise ApiError(400, what, None, "too_many_answers")
         try:
             self._engine.submit(self._answers)
         except QueueFull:

@@ -69,6 +69,9 @@ class BoundedConnection(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """A request to change the protocol is answered like any other; uvicorn's log would advise a package."""
+
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error in OpenAI's form too."""
         self.transport.write(_raw_reply(400, "Bad Request", ApiError(400, msg, None, "invalid_request")))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from lancebill.serving.generation import Generation, Piece, joined, usage
 from lancebill.serving.requests import Served
 from lancebill.serving.sampling import Token
+from lancebill.serving.text import token_bytes
 
 
 class Reply(Protocol):
@@ -111,7 +112,8 @@ class ChatReply(_Choices):
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        known = token_bytes(self.served.tokenizer, token, text)
+        return {"token": text, "logprob": logprob, "bytes": None if known is None else list(known)}
 
 
 class CompletionReply(_Choices):
@@ -130,6 +132,14 @@ class CompletionReply(_Choices):
         if generation.wanted.sampling.top_logprobs is None:
             return None
         texts = [self._text(token.id) for token in piece.tokens]
-        best = [{self._text(other): logprob for other, logprob in token.alternatives} for token in piece.tokens]
+        best = [self._best(token) for token in piece.tokens]
         logprobs = [token.logprob for token in piece.tokens]
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": best, "text_offset": list(piece.starts)}
+
+    def _best(self, token: Token) -> dict[str, float]:
+        """By text; the less likely ones of tokens with the same text have the names `token_id:7`."""
+        best: dict[str, float] = {}
+        for other, logprob in token.alternatives:
+            text = self._text(other)
+            best[f"token_id:{other}" if text in best else text] = logprob
+        return best

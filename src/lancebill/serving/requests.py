@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ import jinja2
 
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.sampling import Sampling
+
+COMPLETION_TOKENS = 16  # of an answer in /v1/completions that says nothing, as in OpenAI's
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def wanted(served: Served, values: Mapping[str, Any]) -> Wanted:
         raise ApiError(400, "top_logprobs: expected logprobs to be true", "top_logprobs", "invalid_value")
     if "stream_options" in values and not values.get("stream"):
         raise ApiError(400, "stream_options: expected stream to be true", "stream_options", "invalid_value")
+    if "max_tokens" in values and values["max_tokens"] != values.get("max_completion_tokens", values["max_tokens"]):
+        raise ApiError(400, "max_tokens: expected max_completion_tokens alone", "max_tokens", "invalid_value")
     name, prompts = _prompts(served, values)
     return Wanted(
         prompts=prompts,
@@ -83,11 +88,12 @@ def _sampling(served: Served, values: Mapping[str, Any]) -> Sampling:
 
 
 def _most(served: Served, values: Mapping[str, Any], name: str, prompt: int) -> int:
-    """Tokens of an answer: what is asked for, by default all that fit."""
+    """Tokens of an answer: what is asked for; by default all that fit, in a completion a few."""
     asked = [values[each] for each in ("max_completion_tokens", "max_output_tokens", "max_tokens") if each in values]
-    most = asked[0] if asked else served.context - prompt
-    if most < 1 or prompt + most > served.context:
-        wanted_tokens = f" and {most} of the answer" if asked else ""
+    left = served.context - prompt
+    most = asked[0] if asked else min(left, COMPLETION_TOKENS) if name == "prompt" else left
+    if not 1 <= most <= left:
+        wanted_tokens = f" and {most} of the answer" if most > left else ""
         raise ApiError(
             400, f"the context is {served.context} tokens; the request has {prompt} of its prompt{wanted_tokens}", name,
             "context_length_exceeded",
@@ -103,12 +109,8 @@ def _prompts(served: Served, values: Mapping[str, Any]) -> tuple[str, tuple[tupl
     messages = values[name]
     if "instructions" in values:
         messages = [{"role": "system", "content": values["instructions"]}, *messages]
-    variables = dict(values.get("chat_template_kwargs", {}))
     template = served.tokenizer.chat_template
-    if "reasoning_effort" in values:
-        if "reasoning_effort" not in str(template):
-            raise ApiError(400, "reasoning_effort: this model has none", "reasoning_effort", "unsupported_parameter")
-        variables["reasoning_effort"] = values["reasoning_effort"]
+    variables = _variables(str(template), values)
     if template is None:
         return name, (_tokens(served, name, "\n".join(message["content"] for message in messages)),)
     try:
@@ -118,6 +120,19 @@ def _prompts(served: Served, values: Mapping[str, Any]) -> tuple[str, tuple[tupl
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise ApiError(400, f"the model's chat template refuses this: {error}", name, "invalid_value") from None
     return name, (_checked(served, name, ids),)
+
+
+def _variables(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template; those that it does not know would do nothing."""
+    variables = dict(values.get("chat_template_kwargs", {}))
+    given = dict.fromkeys(variables, "chat_template_kwargs")
+    if "reasoning_effort" in values:
+        variables["reasoning_effort"], given["reasoning_effort"] = values["reasoning_effort"], "reasoning_effort"
+    for variable, param in given.items():
+        if not re.search(rf"\b{re.escape(variable)}\b", template):
+            what = f"{param}: this model's chat template has no variable {variable[:64]!r}"
+            raise ApiError(400, what, param, "unsupported_parameter")
+    return variables
 
 
 def _tokens(served: Served, name: str, prompt: str | Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
@@ -60,3 +62,22 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> bytes | None:
+    """The UTF-8 of a token, whose text is `text`; None if that is a part of a character, and not known."""
+    if INCOMPLETE not in text:
+        return text.encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if one := re.fullmatch("<0x([0-9A-F]{2})>", name):  # sentencepiece
+        return bytes.fromhex(one[1])
+    known = _byte_names()
+    return bytes(known[each] for each in name) if set(name) <= set(known) else None
+
+
+@cache
+def _byte_names() -> dict[str, int]:
+    """The characters that stand for bytes in the tokens of byte-level BPE: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}

@@ -111,6 +111,13 @@ def test_a_request_that_does_not_arrive_is_dropped(
     assert everything(client) == b""
 
 
+def test_an_upgrade_is_a_request_like_others(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost"
+    client = running.connect()
+    client.sendall(REQUEST.replace(b"Host", upgrade))
+    assert client.recv(100).startswith(b"HTTP/1.1 200") and not caplog.records
+
+
 def test_nothing_stays_bound_if_one_address_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

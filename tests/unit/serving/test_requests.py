@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_engine import VOCABULARY, Counting, running  # noqa: E402
 
 from lancebill.errors import LaunchError, UnsupportedProblem  # noqa: E402
-from lancebill.serving.app import MOST_BODY, Call, ClientGone  # noqa: E402
-from lancebill.serving.engine import BatchEngine  # noqa: E402
+from lancebill.serving.app import MOST_BODY, App, Call, ClientGone  # noqa: E402
+from lancebill.serving.engine import Answer, BatchEngine  # noqa: E402
 from lancebill.serving.generation import Generation, Piece  # noqa: E402
 from lancebill.serving.listen import bind_addresses  # noqa: E402
+from lancebill.serving.metrics import Metrics  # noqa: E402
 from lancebill.serving.parameters import ApiError  # noqa: E402
+from lancebill.serving.replies import CompletionReply  # noqa: E402
 from lancebill.serving.requests import Served, Wanted, wanted  # noqa: E402
-from lancebill.serving.sampling import Sampling  # noqa: E402
+from lancebill.serving.sampling import Sampling, Token  # noqa: E402
+from lancebill.serving.text import token_bytes  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "w3 w4"}]
 
@@ -49,6 +54,12 @@ def test_prompts_in_tokens() -> None:
     assert wanted(thinking, {"messages": MESSAGES, "reasoning_effort": "w7"}).prompts == ((7,),)
 
 
+def test_tokens_of_an_answer() -> None:
+    assert wanted(served(), {"prompt": ["w3", "w3 " * 60]}).most == (16, 4)
+    assert wanted(served(), {"messages": MESSAGES}).most == (62,)
+    assert wanted(served(), {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 5}).most == (5,)
+
+
 @pytest.mark.parametrize(
     ("values", "status", "param"),
     [
@@ -61,6 +72,8 @@ def test_prompts_in_tokens() -> None:
         ({"prompt": [""]}, 400, "prompt"),
         ({"prompt": [[VOCABULARY]]}, 400, "prompt"),
         ({"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"user": 1}}, 400, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
         ({"messages": MESSAGES}, 400, "messages"),
     ],
 )
@@ -89,7 +102,11 @@ def test_answers_until_they_stop() -> None:
 
 
 def test_a_full_queue_and_a_failing_model() -> None:
-    full, failing = running(Counting(), waiting=0), Counting()
+    full, failing = running(Counting(), waiting=1), Counting()
+    with pytest.raises(ApiError) as caught:
+        generate(full, [(3, 4)] * 2)
+    assert caught.value.status == 400, "it would never fit"
+    full._waiting.extend([Answer((3,), 1, Sampling(), lambda event: None)])  # as long as the engine has not seen it
     with pytest.raises(ApiError) as caught:
         generate(full, [(3, 4)])
     assert caught.value.status == 429
@@ -128,6 +145,93 @@ def test_bodies_in_pieces() -> None:
     waiting = call(last, gone, gone)
     asyncio.run(waiting.until_gone())
     assert asyncio.run(waiting.receive()) == gone  # nothing is read after the first
+
+
+class Client:
+    """Sends one request to an application, and keeps what comes back."""
+
+    def __init__(self, path: str, body: Mapping[str, Any] | None = None, **headers: str) -> None:
+        self.sent: list[Mapping[str, Any]] = []
+        self._left = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        listed = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self.scope = {"method": "GET" if body is None else "POST", "path": path, "headers": listed}
+
+    async def receive(self) -> dict[str, Any]:
+        if not self._left:
+            await asyncio.Event().wait()
+        return self._left.pop()
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+
+def test_the_key_and_its_scheme() -> None:
+    engine = running(Counting())
+    app = App(engine, served(), Metrics(), api_key="clé")
+    for given, status in [("Bearer clé", 200), ("bearer clé", 200), ("clé", 401), ("Basic clé", 401), ("Bearer", 401)]:
+        client = Client("/v1/models", authorization=given)
+        asyncio.run(app(client.scope, client.receive, client.send))
+        assert client.status == status, given
+    assert engine.stop(5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_the_end_of_the_server_cuts_get_an_error(stream: bool) -> None:
+    engine = running(Counting(seconds=0.05))
+    app = App(engine, served(), Metrics())
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "stream": stream}
+    client = Client("/v1/chat/completions", body)
+
+    async def cut() -> None:
+        task = asyncio.create_task(app(client.scope, client.receive, client.send))
+        while not engine.counters().generated_tokens:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    asyncio.run(cut())
+    assert client.status == (200 if stream else 503) and b"shutting down" in client.sent[-1]["body"]
+    assert not client.sent[-1].get("more_body", False) and engine.stop(5)
+
+
+def byte_level() -> Any:
+    """A tokenizer of single bytes, and one whole character of three."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"âĤ¬": 256}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def test_bytes_of_tokens() -> None:
+    tokenizer = byte_level()
+    found = {token: token_bytes(tokenizer, token, tokenizer.decode([token])) for token in range(257)}
+    assert found.pop(256) == "€".encode()
+    assert sorted(found.values()) == [bytes([byte]) for byte in range(256)]
+    assert token_bytes(Named("<0xE2>"), 0, "\ufffd") == b"\xe2"
+    assert token_bytes(Named("\u2581x\ufffd"), 0, "\ufffd") is None
+
+
+class Named:
+    """A tokenizer whose tokens all have this name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.name
+
+
+def test_log_probabilities_of_tokens_of_equal_text() -> None:
+    reply = CompletionReply(replace(served(), tokenizer=byte_level()))
+    parts = [token for token in range(256) if reply._text(token) == "\ufffd"][:2]
+    token = Token(parts[0], -1.0, ((parts[0], -1.0), (parts[1], -2.0)))
+    assert reply._best(token) == {"\ufffd": -1.0, f"token_id:{parts[1]}": -2.0}
 
 
 def test_an_address_of_another_machine() -> None:
