@@ -76,7 +76,7 @@ def _serve_with_vllm(path: Path, options: dict[str, Any], words: list[str]) -> N
     from lancebill.integrations.vllm.server import server_start
 
     start = server_start(str(path), options, words)
-    os.execve(start.command[0], start.command, start.environment(os.environ))
+    os.execve(start.command[0], start.command, start.environment())
 
 
 def _serve_with_transformers(

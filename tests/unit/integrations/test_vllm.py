@@ -31,6 +31,7 @@ from lancebill.integrations.vllm.takeover import Source, Takeover
 from lancebill.layer import model_experts
 from lancebill.layer.recipe import LoadOptions
 from lancebill.moe.problem import CONTIGUOUS
+from lancebill.split import host_threads
 from lancebill.split import moves as moving
 from lancebill.testing.checkpoints import Generated
 
@@ -447,6 +448,21 @@ def no_room(needed: int, device: object) -> None:
 
 def source_of(made: Generated) -> Source:
     return Source("model", made.config, made.headers)
+
+
+def test_ranks_of_a_machine_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_threads, "_allowed", lambda: range(16))
+    monkeypatch.setattr(host_threads, "physical_cores", lambda topology, allowed: tuple(allowed))
+    monkeypatch.setattr(host_threads, "allowed_by_quota", lambda path: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert takeover_module.shared_threads(Placement()) is None
+    assert takeover_module.shared_threads(Placement(tp_size=2)) == 7
+    assert takeover_module.shared_threads(Placement(ep_size=8)) == 7, "of two machines or more"
+    made = make_checkpoint()
+    for chosen, threads in (({}, 7), ({"cpu_threads": 3}, 3)):
+        takeover = Takeover(settings(gpu_experts=1, **chosen), source_of(made), random=False, copies=False)
+        takeover.decide(0, replace(GPU, placement=Placement(tp_size=2)), ())
+        assert takeover.experts().options.cpu_threads == threads
 
 
 def test_random_weights_without_headers_cannot_be_split_by_memory() -> None:

@@ -13,7 +13,7 @@ from lancebill.cli import serve as serve_command
 from lancebill.cli.engines import Engine, chosen_engine
 from lancebill.cli.main import app
 from lancebill.errors import SpecError, UnsupportedProblem
-from lancebill.integrations.vllm import server
+from lancebill.integrations.vllm import plugin, server
 from lancebill.integrations.vllm.server import server_start
 
 
@@ -100,14 +100,16 @@ def test_serve_becomes_the_server_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert refused.exit_code == 2
 
 
-def test_the_mode_may_be_another_and_require_needs_the_plugin() -> None:
+def test_the_mode_may_be_another_and_require_needs_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = server_start("model", {}, ['--additional-config={"lancebill": {"mode": "offer", "backend": "cpu"}}'])
     assert additional(offered.command)["lancebill"] == {"mode": "offer", "backend": "cpu"}
     required = server_start("model", {}, [])
     assert required.settings.mode == "require"
     for given in ({}, {"VLLM_PLUGINS": "other,lancebill"}, {"LANCEBILL_VLLM": "on"}):
-        assert required.environment(given) == {**given, "LANCEBILL_VLLM": "require"}
+        monkeypatch.setattr(plugin.os, "environ", given)
+        assert required.environment() == {**given, "LANCEBILL_VLLM": "require"}
     for name, value in (("LANCEBILL_VLLM", "off"), ("VLLM_PLUGINS", ""), ("VLLM_PLUGINS", "other")):
+        monkeypatch.setattr(plugin.os, "environ", {name: value})
         with pytest.raises(SpecError, match=f"{name}: this keeps lancebill out of vLLM"):
-            required.environment({name: value})
-        assert offered.environment({name: value}) == {name: value}
+            required.environment()
+        assert offered.environment() == {name: value}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 
+from lancebill.errors import SpecError
+
 PLUGIN = "lancebill"  # its name as an entry point
 SWITCH = "LANCEBILL_VLLM"  # "off" leaves vLLM alone, like VLLM_PLUGINS without "lancebill"
 OFF_WORDS = ("off", "0")
 REGISTERED = "require"  # a value of the switch: vLLM does not start without the plugin
+ALLOWED = "VLLM_PLUGINS"  # vLLM's own list of the plugins that it loads; if not set, all
 OPERATOR = "RoutedExperts"
 
 
@@ -26,6 +29,19 @@ def register() -> None:
         if switch == REGISTERED:
             raise
         logging.getLogger("vllm.lancebill").warning("lancebill is not used: %s: %s", type(error).__name__, error)
+
+
+def environment(*, required: bool) -> dict[str, str]:
+    """The variables for a server that is started here. Raises where they keep a required plugin from registering."""
+    given = dict(os.environ)
+    if not required:
+        return given
+    off = given.get(SWITCH, "on").lower() in OFF_WORDS
+    if off or PLUGIN not in given.get(ALLOWED, PLUGIN).split(","):
+        name = SWITCH if off else ALLOWED
+        hint = f"unset {name}, or --engine transformers"
+        raise SpecError("this keeps lancebill out of vLLM", where=name, got=repr(given[name]), hint=hint)
+    return {**given, SWITCH: REGISTERED}
 
 
 def _register() -> None:

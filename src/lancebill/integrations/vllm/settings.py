@@ -74,10 +74,10 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
         backend=_choice(section, "backend", (oracle.AUTO, *registry()), oracle.AUTO),
         order=_choice(section, "order", ORDERS, order),
         linear=_choice(section, "linear", (OFFER, OFF), OFF),
-        gpu_memory=section.get("gpu_memory"),  # type: ignore[arg-type]
-        gpu_experts=section.get("gpu_experts"),  # type: ignore[arg-type]
+        gpu_memory=section.get("gpu_memory"),
+        gpu_experts=section.get("gpu_experts"),
         moves=_choice(section, "moves", moving.MOVES, moving.OFF),
-        cpu_threads=section.get("cpu_threads"),  # type: ignore[arg-type]
+        cpu_threads=section.get("cpu_threads"),
     )
     if batch_invariant and settings.order != BATCH_INVARIANT:
         raise SpecError(

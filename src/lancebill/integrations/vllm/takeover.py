@@ -24,7 +24,9 @@ from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.device import parse_device
+from lancebill.moe.placement import Placement
 from lancebill.moe.problem import INDEXED
+from lancebill.split.host_threads import HostThreads
 
 
 @contextmanager
@@ -184,8 +186,10 @@ class Takeover:
         changed = replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
         if s.gpu_experts is None and parse_device(options.device).kind == "cpu":
             return changed  # a CPU has the memory of all experts
-        split = {"gpu_memory": s.gpu_memory, "gpu_experts": s.gpu_experts}
-        return replace(changed, **split, moves=s.moves, cpu_threads=s.cpu_threads)
+        changed = replace(changed, gpu_memory=s.gpu_memory, gpu_experts=s.gpu_experts)
+        if s.gpu_memory is None and s.gpu_experts is None:
+            return changed
+        return replace(changed, moves=s.moves, cpu_threads=s.cpu_threads or shared_threads(options.placement))
 
     def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
@@ -223,6 +227,12 @@ class Takeover:
         known = self.experts()
         self._experts = ModelExperts(known.config, tensors=known.tensors, layers=taken, options=known.options)
         self.layers.update(self._experts.fill_random())
+
+
+def shared_threads(placement: Placement) -> int | None:
+    """The threads of a rank that shares the CPU with others: each has a pool of its own. None: it is alone."""
+    ranks = min(placement.tp_size * placement.ep_size, max(1, torch.cuda.device_count()))
+    return None if ranks == 1 else max(1, HostThreads.choose().count // ranks)
 
 
 def _described(recipe: Recipe, choice: Choice) -> str:
