@@ -106,7 +106,8 @@ class RowsCall:
     def send(self, rows: CpuRows) -> CpuSums:
         """Queue the call. Its sums are there when the queue has come so far."""
         count, mapped, queue = len(rows.ids), self.mapped, self.queue
-        assert count <= len(mapped.x), "the experts of the CPU are chosen so that their rows fit one call"
+        if count > len(mapped.x):  # experts are divided so that this does not happen
+            raise LaunchError("the CPU's rows do not fit one call", expected=f"at most {len(mapped.x)}", got=count)
         sums = self.x.new_empty((count, self.x.shape[1]), dtype=torch.float32)
         queue.fork()
         mapped.call.take(rows.ids, rows.weights)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lancebill.backends.base import Executor
 from lancebill.backends.cpu.executor import CpuExecutor
+from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.unusual import any_set, assuming, repeating
@@ -164,7 +165,8 @@ class LargeBatches:
             total.add_(last)
             pack(number)
             last = compute(maps[number])
-        assert len(flags) == asked, "only packing asks questions, not computing"
+        if len(flags) != asked:  # only packing asks questions
+            raise LaunchError("a question about a batch was asked after the answers were fetched")
         return total, last
 
     def _host_us(self, rates: Rates, device: torch.device) -> tuple[float, float, float]:

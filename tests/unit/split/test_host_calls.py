@@ -197,7 +197,7 @@ def test_one_call_has_room_for_some_of_the_rows(tmp_path: Path, monkeypatch: pyt
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
     call = host.calls.prepare_rows(queue, host.executor, host.expert_map, make_inputs(11, 0)[0])
     assert len(call.mapped.x) == len(call.mapped.out) == 4
-    with pytest.raises(AssertionError, match="fit one call"):
+    with pytest.raises(LaunchError, match="fit one call"):
         call.send(CpuRows(torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), None))
 
 
