@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
 import torch
-from pin_cores import cache_neighbours, pin, pin_apart, process_threads
+from pin_cores import are_within, cache_neighbours, pin, pin_apart, process_threads
 from torch import Tensor
 
 from lancebill.backends.cpu import native
@@ -20,6 +22,7 @@ from lancebill.moe.problem import Problem
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 PRIVATE_CACHE_BYTES = 16 << 20  # fills the caches of a single core
+SETTLE_SECONDS = 1e-3  # our own threads, which have emptied the caches, no longer spin after that
 SWEEPS = 2  # reads of the buffer: one alone may not evict everything, whatever the replacement policy
 
 
@@ -52,27 +55,33 @@ def with_other_experts(batch: Batch, problem: Problem) -> Batch | None:
 
 
 class Sweeper(CpuClock):
-    """Empties the shared cache from neighbouring cores: the timed cores alone would take long to read past it."""
+    """Empties the shared cache from neighbouring cores: the timed cores alone would take long to read past it.
 
-    def __init__(self, helpers: int) -> None:
+    Make it before anything is computed: the process that sweeps is a fork.
+    """
+
+    def __init__(self, helpers: int, threads: int) -> None:
         super().__init__()
-        self.private, self.helpers = torch.ones(PRIVATE_CACHE_BYTES // 4), helpers
+        self.private = torch.ones(threads * PRIVATE_CACHE_BYTES // 4)
+        self.helper = Helper(self.buffer, helpers) if helpers > 0 else None
         self.sleepers: list[Ggml] = []  # contestants whose threads spin after a call
-        self.sweepers = ThreadPoolExecutor(1)
-        before = process_threads()
-        self.sweep()
-        self.sweeper_threads = process_threads() - before if helpers > 0 else set()
 
     def place(self, timed: list[int], cores: list[int]) -> None:
         """Pin timed threads to one core each, and sweepers to the neighbouring cores."""
-        pin_apart(process_threads() - self.sweeper_threads, timed)
-        pin(self.sweeper_threads, cache_neighbours(timed, cores))
+        pin_apart(process_threads(), timed)
+        assert are_within(process_threads(), timed)
+        if self.helper is not None:
+            pin(process_threads(self.helper.process.pid), cache_neighbours(timed, cores))
 
     def sweep(self) -> None:
-        if self.helpers > 0:
-            self.sweepers.submit(read, self.buffer, self.helpers).result()
+        if self.helper is not None:
+            self.helper.sweep()
         else:
             read(self.buffer, torch.get_num_threads())
+
+    def empty_private_caches(self) -> None:
+        threads = torch.get_num_threads()
+        read(self.private[: threads * PRIVATE_CACHE_BYTES // 4], threads)
 
     def evict(self) -> Tensor:
         """Also empties the timed cores' private caches, before and after: what they evict goes to the shared cache.
@@ -81,10 +90,11 @@ class Sweeper(CpuClock):
         """
         for contestant in self.sleepers:
             contestant.sleep()
-        read(self.private, torch.get_num_threads())
+        self.empty_private_caches()
         for _ in range(SWEEPS):
             self.sweep()
-        read(self.private, torch.get_num_threads())
+        self.empty_private_caches()
+        time.sleep(SETTLE_SECONDS)
         return self.private
 
     def time(self, call: Call) -> float:
@@ -96,7 +106,39 @@ class Sweeper(CpuClock):
         return (time.perf_counter_ns() - start) / 1e3
 
     def end(self) -> None:
-        self.sweepers.shutdown()
+        if self.helper is not None:
+            self.helper.end()
+
+
+class Helper:
+    """A process that reads a buffer when asked. In our own process, callers share teams of threads: those that sweep
+    might be those that are timed."""
+
+    def __init__(self, buffer: Tensor, threads: int) -> None:
+        processes = get_context("fork")
+        self.connection, other_end = processes.Pipe()
+        self.process = processes.Process(
+            target=sweep_when_asked, args=(other_end, self.connection, buffer, threads), daemon=True
+        )
+        self.process.start()
+        other_end.close()
+        self.sweep()  # starts its threads, which can then be pinned
+
+    def sweep(self) -> None:
+        self.connection.send_bytes(b"sweep")
+        self.connection.recv_bytes()
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.join()
+
+
+def sweep_when_asked(connection: Connection, other_end: Connection, buffer: Tensor, threads: int) -> None:
+    other_end.close()  # or this process would not see that the other one has ended
+    with suppress(EOFError, KeyboardInterrupt):
+        while connection.recv_bytes():
+            read(buffer, threads)
+            connection.send_bytes(b"done")
 
 
 def read(buffer: Tensor, threads: int) -> None:

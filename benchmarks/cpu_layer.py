@@ -7,7 +7,8 @@ Each timed thread has its own physical core, one of those that were fastest righ
 last-level cache is emptied by reading past its size, on cores that are not timed if there are any. That also evicts the
 interpreter and puts threads to sleep, which the layers of a model do not do to each other; so the contestant then
 computes a token with experts that the timed call does not use, if there are enough. Contestants take turns, call by
-call; llama.cpp's threads sleep in the turns of others. Every result is compared with the reference before it is timed.
+call; llama.cpp's threads sleep in the turns of others (those
+of OpenMP, if it is built with them, after a while). Every result is compared with the reference before it is timed.
 GB/s counts the bytes of the activated experts as the spec stores them; `stream_gbs` is the rate at which the same
 threads read memory right before, which on a shared machine is not always the machine's best. Peers: torch's bf16
 `_grouped_mm`, torch's int4 GEMM, vLLM's fused experts (if vLLM can be imported or `LANCEBILL_VLLM_OPS` names its
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cold_calls import SWEEPS, Layer, Sweeper, turns
+from cold_calls import SWEEPS, Layer, Sweeper, turns, with_other_experts
 from machine import origin, result_path
 from pin_cores import cache_neighbours, physical_cores, pin, process_threads, quietest_cores
 from result_files import write_record
@@ -42,7 +43,7 @@ from lancebill.bench.check import ROWS, error_bound, expected_rows
 from lancebill.bench.peer import Peer
 from lancebill.bench.peers import TorchGrouped
 from lancebill.bench.peers_cpu import AtenInt4, VllmCpu
-from lancebill.bench.peers_ggml import Ggml
+from lancebill.bench.peers_ggml import Ggml, uses_openmp
 from lancebill.bench.timing import CpuClock, Times, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.env import describe
@@ -106,12 +107,13 @@ def main() -> None:
     levels = chosen_levels(arguments.levels)
     all_cpus = sorted(os.sched_getaffinity(0))
     cores, helpers = timed_cores(physical_cores(all_cpus), arguments.threads, absent)
-    most, clock = max(arguments.threads), Sweeper(helpers)
+    most = max(arguments.threads)
+    clock = Sweeper(helpers, most)
     for spec in arguments.specs:
         if time.monotonic() - start > arguments.limit:
             absent[spec] = "time limit reached"
             continue
-        pin(process_threads() - clock.sweeper_threads, all_cpus)
+        pin(process_threads(), all_cpus)
         torch.set_num_threads(len(all_cpus))
         plain, weights = make_layer(spec, arguments.experts)
         layers = contestants(spec, plain, weights, levels, arguments.peers, absent)
@@ -121,7 +123,7 @@ def main() -> None:
                 continue
             work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
             torch.set_num_threads(most)
-            pin(process_threads() - clock.sweeper_threads, cores)
+            pin(process_threads(), cores)
             running, errors = correct_contestants(for_tokens(layers, tokens), work[0], absent, spec)
             for count in arguments.threads:
                 torch.set_num_threads(count)
@@ -275,6 +277,7 @@ def figures(
     experts = sum(batch.experts for batch in work) / len(work)
     elements = sum(s.n * s.k for s in problem.matrices.values())
     stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
+    after_tokens = sum(with_other_experts(batch, problem) is not None for batch in work) / len(work)
     rows = []
     for name, taken in times.items():
         moved = experts * (2 * elements if name == "torch-grouped" else stored)
@@ -284,6 +287,7 @@ def figures(
             {
                 "spec": spec, "tokens": tokens, "threads": len(timed), "on": timed, "who": name,
                 "min_us": round(least, 1), "median_us": round(middle, 1), "calls": len(taken.us),
+                "after_token": after_tokens,  # the share of calls right after a token with other experts
                 "gbs": round(moved / least / 1e3, 2), "of_stream": round(moved / least / 1e3 / stream, 3),
                 "stream_gbs": round(stream, 1), "error": errors[name],
                 "gflops": round(2 * tokens * TOP_K * elements / least / 1e3, 1),
@@ -325,7 +329,7 @@ def save(
         "evicted_bytes": SWEEPS * clock.buffer.numel() * clock.buffer.element_size(),
         "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": arguments.experts, "top_k": TOP_K},
         "levels": [str(level) for level in levels],
-        "before": "an untimed token with other experts",
+        "ggml_uses_openmp": uses_openmp() if any(row["who"] == "llama.cpp" for row in rows) else None,
         "absent": absent,
         "rows": rows,
     }

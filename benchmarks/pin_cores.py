@@ -49,15 +49,24 @@ def parse_cpu_list(text: str) -> set[int]:
     return {cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1)}
 
 
-def process_threads() -> set[int]:
-    """Ids of all threads of this process, thread pools included."""
-    return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
+def process_threads(process: int | None = None) -> set[int]:
+    """Ids of all threads of a process, by default of this one, thread pools included."""
+    return {int(thread.name) for thread in Path(f"/proc/{process or 'self'}/task").iterdir()}
 
 
 def pin(threads: Iterable[int], cpus: Sequence[int]) -> None:
     for thread in threads:
         with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(thread, cpus)
+
+
+def are_within(threads: Iterable[int], cpus: Sequence[int]) -> bool:
+    """Whether these threads may run on these cores only."""
+    allowed: set[int] = set()
+    for thread in threads:
+        with suppress(ProcessLookupError):  # the thread has ended
+            allowed |= os.sched_getaffinity(thread)
+    return allowed <= set(cpus)
 
 
 def pin_apart(threads: Iterable[int], cpus: Sequence[int]) -> None:

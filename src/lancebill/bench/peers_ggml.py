@@ -64,9 +64,8 @@ class _Pool(ctypes.Structure):
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def library() -> dict[str, Any]:
-    """The functions of ggml and its CPU backend."""
+def _libraries() -> list[ctypes.CDLL]:
+    """ggml and its CPU backend."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         package = find_spec("cyllama")
@@ -76,7 +75,13 @@ def library() -> dict[str, Any]:
     found = [sorted(Path(folder).glob(f"**/libggml-{part}*.so*")) for part in _PARTS]
     if not all(found):
         raise ImportError(f"no libggml-base and libggml-cpu below {folder}")
-    libraries = [ctypes.CDLL(str(files[0]), mode=ctypes.RTLD_GLOBAL) for files in found]
+    return [ctypes.CDLL(str(files[0]), mode=ctypes.RTLD_GLOBAL) for files in found]
+
+
+@lru_cache(maxsize=1)
+def library() -> dict[str, Any]:
+    """The functions of ggml and its CPU backend."""
+    libraries = _libraries()
     functions = {}
     for name in (*_POINTERS, *_OTHERS):
         function = libraries[-1][f"ggml_{name}"]  # which also finds what it depends on
@@ -88,6 +93,16 @@ def library() -> dict[str, Any]:
     functions["backend_dev_supports_op"].restype = ctypes.c_bool
     functions["init"].argtypes = [_Context]
     return functions
+
+
+def uses_openmp() -> bool:
+    """Whether ggml computes in OpenMP's threads, which it cannot put to sleep: like torch's, they spin for a while."""
+    return any(depends_on_openmp(each) for each in _libraries())
+
+
+def depends_on_openmp(loaded: ctypes.CDLL) -> bool:
+    """A name is also found in what a library depends on; these are GCC's and LLVM's."""
+    return hasattr(loaded, "GOMP_parallel") or hasattr(loaded, "__kmpc_fork_call")
 
 
 class Ggml(Peer):
@@ -126,7 +141,10 @@ class Ggml(Peer):
         return out.to(x.dtype)
 
     def sleep(self) -> None:
-        """Until the next call: its threads would spin for a while, on cores that others may be timed on."""
+        """Until the next call: its threads would spin for a while, on cores that others may be timed on.
+
+        Does nothing to OpenMP's threads (see `uses_openmp`).
+        """
         self.functions["threadpool_pause"](self.pool)
 
     def _use_threads(self, count: int) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from lancebill.bench import peers_ggml
 from lancebill.bench.check import check_output
-from lancebill.bench.peers_ggml import FOLDER, Ggml, stored_as
+from lancebill.bench.peers_ggml import FOLDER, Ggml, depends_on_openmp, stored_as
 from lancebill.bench.workload import Weights, batches
 from lancebill.errors import SpecError
 from lancebill.formats import registry
 from lancebill.moe.model_shapes import parse_shape
 from lancebill.moe.problem import Problem
+from lancebill.native import build
 from lancebill.numbers.codec import quantize
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 
@@ -69,6 +73,18 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     peers_ggml.library.cache_clear()
     with pytest.raises(ImportError, match=f"cyllama.*{FOLDER}"):
         peers_ggml.library()
+
+
+def test_libraries_that_use_openmp_are_known(tmp_path: Path) -> None:
+    source, cxx = tmp_path / "it.cpp", build.compiler()
+    if cxx is None:
+        pytest.skip("no C++ compiler")
+    source.write_text('extern "C" void count(int *n) {\n#pragma omp parallel\n  ++*n;\n}\n')
+    for flags in ([], ["-fopenmp"]):
+        path = tmp_path / f"lib{len(flags)}.so"
+        if subprocess.run([cxx, "-shared", "-fPIC", *flags, str(source), "-o", str(path)], check=False).returncode:
+            pytest.skip("the compiler has no OpenMP")
+        assert depends_on_openmp(ctypes.CDLL(str(path))) == bool(flags)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
