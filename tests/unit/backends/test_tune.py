@@ -126,6 +126,24 @@ def test_candidates_use_the_plans_of_the_backend(activations: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("weights", "activations", "more"),
+    [
+        ("mxfp4", "fp8", True), ("fp8", "fp8", True), ("int4", "fp8", True), ("int4", "int8", False),
+        ("int4-g128", "fp8", False), ("int4-g128-zp", "fp8", False),
+    ],
+)  # fmt: skip
+def test_tiles_of_48_are_a_launch_only_where_they_have_a_third_block(
+    weights: str, activations: str, more: bool
+) -> None:
+    """Of the same layer with 24 rows for each expert."""
+    gemm = make_plan(layer_problem(weights, activations, **SIZES), 1024).gemm("w13")
+    blocks = {tile.sizes: tile.blocks for tile in gemm.tiles}
+    assert ((48, 32) in blocks) == more
+    assert set(blocks.values()) == ({2, 3} if more else {2})
+    assert all((count == 3) == (sizes == (48, 32)) for sizes, count in blocks.items())
+
+
 def test_a_search_can_be_resumed(tmp_path: Path) -> None:
     path, where = tmp_path / "x.cells.json", cell(64)
     journal = Journal(path)

@@ -50,7 +50,7 @@ _SHAPES = {
     144: ((1, 1), 2),
     160: ((1, 1), 2),
 }
-_MORE_BLOCKS = {48: 3}  # blocks per SM with fp8 activations: accumulators are small enough
+_MORE_BLOCKS = {48: 3}  # blocks per SM where `has_more_blocks`
 # The same as `_SHAPES` for tiles that may take two units.
 _PAIRED = {8: ((2, 1), 3), 16: ((2, 1), 3), 24: ((2, 1), 2), 32: ((2, 1), 2)}
 _REGISTERS = {4: 64, 3: 80, 2: 128}  # registers per thread, by blocks per SM (256 threads each)
@@ -62,14 +62,16 @@ def data() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def rule(activations: str, slots: int, experts: int, units: int) -> Rule:
+def rule(form: WeightForm, slots: int, experts: int, units: int) -> Rule:
     """The rule for `slots` rows over `experts` with `units` units in total. With few units, large tiles would leave SMs
-    idle at the end."""
+    idle at the end. Tiles that are launched alone to have more blocks are for forms that have them."""
     rows = slots / experts
     entry = next(  # the last one has no limit
         entry
-        for entry in data()["8-bit" if activations in (E4M3, S8) else "16-bit"]
-        if (entry["rows_up_to"] is None or rows <= entry["rows_up_to"]) and units >= entry.get("units_from", 0)
+        for entry in data()["8-bit" if form.byte_inputs else "16-bit"]
+        if (entry["rows_up_to"] is None or rows <= entry["rows_up_to"])
+        and units >= entry.get("units_from", 0)
+        and (has_more_blocks(form) or not entry.get("more_blocks", False))
     )
     return Rule.parse(entry["tiles"], overlap=entry["overlap"], paired=bool(entry.get("paired", False)))
 
@@ -94,6 +96,11 @@ def graphed(tokens: int) -> bool:
 def promotes(form: WeightForm) -> bool:
     """Whether sums are added to fp32 totals after every slice: required by group scales, optional for other fp8."""
     return form.promoted or (form.activations == E4M3 and bool(data()["promote"]))
+
+
+def has_more_blocks(form: WeightForm) -> bool:
+    """Whether accumulators of some tiles are small enough for more blocks per SM: fp8 without totals."""
+    return form.activations == E4M3 and not promotes(form)
 
 
 def fitting(rule: Rule, forms: Iterable[WeightForm]) -> Rule:
@@ -132,7 +139,7 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = F
     """
     tokens = max(sizes)
     (slices_16, slices_8), blocks = _SHAPES[tokens]
-    if form.activations == E4M3 and not promotes(form):
+    if has_more_blocks(form):
         blocks = _MORE_BLOCKS.get(tokens, blocks)
     units = 2 if paired and tokens in _PAIRED and form.simple and not promotes(form) else 1
     if units == 2:
