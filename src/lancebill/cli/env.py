@@ -17,9 +17,9 @@ from lancebill.cli.console import Json
 PACKAGES = (
     "lancebill", "torch", "triton", "transformers", "humming-kernels", "vllm", "gguf", "compressed-tensors",
 )  # fmt: skip
-# CPU flags that decide how fast integers and 16-bit floats are multiplied.
+# CPU flags that decide how fast integers and 16-bit floats are unpacked and multiplied.
 FLAGS = (
-    "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512_vbmi", "avx_vnni",
+    "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512_vbmi", "gfni", "avx_vnni",
     "amx_bf16", "amx_int8",
     "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 )  # fmt: skip

@@ -23,8 +23,8 @@ from lancebill.jit.compile import HOPPER
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
 _PLACED = 128  # slots that a program places at once, one for each thread: with more threads, all would load all ids
 _OWNERS = 1024  # rows whose owners one program writes
-# Starting a program takes as long as converting a narrow row. Several rows of one are converted one after the other,
-# which pays if there are programs enough.
+# Starting a program takes as long as converting a narrow row. From so many rows on, one program converts several narrow
+# ones, one after the other: there still are programs enough.
 _NARROW, _MANY_ROWS, _ROWS_TOGETHER = 1024, 16384, 4
 _ROW_ELEMENT = {E4M3: "fp8e4nv", S8: "i8"}
 _IDS, _WEIGHTS = " ".join(src.ID_ARGUMENTS), " ".join(src.WEIGHT_ARGUMENTS)
