@@ -70,7 +70,7 @@ void choose_codes(Matrix& w) {
   lancebill_matrix& m = w.abi;
   static const double nf4[] = {-1.0, -0.6962, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0.0,
                                0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262, 0.72296, 1.0};
-  static const int e2m1[] = {0, 1, 2, 3, 4, 6, 8, 12};
+  static const int e2m1[] = {0, 1, 2, 3, 4, 6, 8, 12}, iq2[] = {8, 25, 43};
   m.codes = one_of({LANCEBILL_TABLE4, LANCEBILL_TABLE4, LANCEBILL_BYTE, LANCEBILL_FLOAT8, LANCEBILL_BITS6});
   m.step = 1;
   if (m.codes == LANCEBILL_FLOAT8) {
@@ -83,7 +83,7 @@ void choose_codes(Matrix& w) {
   } else if (m.codes == LANCEBILL_BITS6) {
     m.center = one_of({32, 16});
     w.name = "bits6";
-  } else if (const int kind = pick(0, 2); kind == 0) {
+  } else if (const int kind = pick(0, 3); kind == 0) {
     m.center = 8;
     for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(i);
     w.name = "int4";
@@ -92,6 +92,11 @@ void choose_codes(Matrix& w) {
     m.step = 0.5f;
     for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(12 + (i < 8 ? e2m1[i] : -e2m1[i - 8]));
     w.name = "e2m1";
+  } else if (kind == 2) {  // 7 bits: too large to be summed in 16, but one byte
+    m.center = 43;
+    m.step = 0.125f;
+    for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(43 + (i < 8 ? iq2[i % 3] : -iq2[i % 3]));
+    w.name = "iq2";
   } else {
     m.center = 8191;
     m.step = 1.0f / 8191;

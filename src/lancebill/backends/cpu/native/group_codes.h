@@ -18,12 +18,12 @@
 namespace lancebill {
 namespace {
 
-constexpr int kMostInShorts = 31;  // codes whose products with bytes are summed in 16 bits
+constexpr int kMostInShorts = 31;  // table entries whose products with bytes are summed in 16 bits
 
 // Whether an entry of the table takes two bytes.
 template <class V>
 bool two_planes(const Packed& p) {
-  return p.top > (V::short_sums ? kMostInShorts : 255);
+  return p.top > (V::split_bytes ? 127 : 255);
 }
 
 // What is subtracted from every code of eight bits, where the products are of signed bytes.
@@ -55,11 +55,11 @@ struct WholeUnits {
 };
 
 // 4-bit codes through a table.
-template <class V, int Planes>
-struct Nibbles : WholeUnits<V, V::short_sums && Planes == 1 ? 4 : 2> {
+template <class V, int Planes, bool Short = false>
+struct Nibbles : WholeUnits<V, Short ? 4 : 2> {
   static constexpr int blocks = 2, planes = Planes;
   static constexpr bool small_scales = true;
-  static constexpr bool short_sums = V::short_sums && Planes == 1, whole_bytes = false;
+  static constexpr bool short_sums = Short, whole_bytes = false;
   typename V::Table tables[Planes];
 
   explicit Nibbles(const Packed& p) {

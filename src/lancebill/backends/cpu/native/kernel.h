@@ -313,6 +313,9 @@ void gemm(const Packed& p, const Streams& s, Records<Rows> records, float (*out)
       const bool whole_steps = p.matrix->group % (PlainNibbles<V>::step_units * kUnitColumns) == 0;
       if (p.plain_entries && whole_steps) return gemm_of_codes<V, PlainNibbles<V>, Blocks, Rows>(p, s, records, out);
     }
+    if constexpr (V::short_sums) {
+      if (p.top <= kMostInShorts) return gemm_of_codes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);
+    }
     gemm_of_codes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, records, out);
   }
 }

@@ -127,10 +127,14 @@ template <class V, int Blocks, class Results>
 void multiply_all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
                        const Results& results) {
   const Streams s = streams(p, block, next);
-  if constexpr (Blocks == V::blocks) {  // the last few blocks of a matrix are too rare for kernels of several rows
+  // The last few blocks of a matrix are too rare for kernels of several rows. With tiles, tasks of two blocks are not:
+  // an expert that has too few rows for a tile is multiplied here.
+  if constexpr (Blocks == V::blocks) {
     constexpr int kMost = V::rows, kThree = V::rows > 3 ? 3 : 2;  // three rows are common in decode: one pass
     for (; end - slot >= kMost; slot += kMost) multiply_rows<V, Blocks, kMost>(p, s, inputs, block, slot, results);
     for (; end - slot >= kThree; slot += kThree) multiply_rows<V, Blocks, kThree>(p, s, inputs, block, slot, results);
+  }
+  if constexpr (Blocks == V::blocks || (V::tiles && Blocks == 2)) {
     for (; end - slot >= 2; slot += 2) multiply_rows<V, Blocks, 2>(p, s, inputs, block, slot, results);
   }
   for (; slot < end; slot++) multiply_rows<V, Blocks, 1>(p, s, inputs, block, slot, results);
@@ -283,14 +287,22 @@ void run_first_gemm(const Call& call) {
   });
 }
 
+// Row blocks of which a task of the down GEMM has a multiple. Kernels of all blocks are the fastest; tiles, and threads
+// that would have no task, need pairs. Other levels have kernels of pairs for one row only.
+template <class V>
+int64_t blocks_of_unit(const Call& call, const Packed& p) {
+  const int64_t rows = call.offsets[call.layer->experts] / max_of(call.actives, 1);  // of an expert
+  const bool pairs = takes_tiles<V>(call, p, rows) || p.blocks / V::blocks < call.work->threads;
+  return V::tiles && pairs ? 2 : V::blocks;
+}
+
 // The down GEMM. A task is a range of output columns, over all experts in order.
 template <class V>
 void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
   const int64_t each = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread, logical = p.matrix->rows;
-  const int64_t rows = call.offsets[call.layer->experts] / max_of(call.actives, 1);  // of an expert
-  const int64_t unit = takes_tiles<V>(call, p, rows) ? 2 : V::blocks, units = (p.blocks + unit - 1) / unit;
+  const int64_t unit = blocks_of_unit<V>(call, p), units = (p.blocks + unit - 1) / unit;
   const int64_t tasks = work.threads == 1 ? 1 : min_of(units, each * work.threads);
   parallel(work.threads, tasks, [&](int64_t task, int thread) {
     const int64_t low = units * task / tasks * unit;
