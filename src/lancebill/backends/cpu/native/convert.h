@@ -10,6 +10,11 @@
 
 // For functions called in inner loops, where arrays of vectors must stay in registers.
 #define LANCEBILL_INLINE inline __attribute__((always_inline))
+#if defined(__has_feature) && !defined(LANCEBILL_PLAIN_LOOPS)
+#if __has_feature(address_sanitizer)  // clang; GCC defines __SANITIZE_ADDRESS__
+#define LANCEBILL_PLAIN_LOOPS
+#endif
+#endif
 #if defined(LANCEBILL_PLAIN_LOOPS) || defined(__SANITIZE_ADDRESS__)
 #define LANCEBILL_UNROLL
 #elif defined(__clang__)

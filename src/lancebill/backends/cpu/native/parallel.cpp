@@ -270,7 +270,7 @@ class Teams {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (idle_.empty()) idle_.push_back(new Team);
     const auto found = std::find(idle_.begin(), idle_.end(), own);
-    if (found != idle_.end()) std::swap(*found, idle_.back());
+    if (found != idle_.end()) std::rotate(found, found + 1, idle_.end());  // keeps the order of the others
     Team* team = idle_.back();
     idle_.pop_back();
     own = team;

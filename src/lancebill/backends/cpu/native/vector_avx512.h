@@ -47,8 +47,8 @@ struct Avx512 {
   static Codes low_six(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(63)); }
   static Codes top_pairs(Codes a, Codes b, Codes c) {
 #ifdef __GFNI__
-    // Each takes two bits of every byte and clears the others. A matrix has a byte for each bit of the result, the
-    // lowest last; it selects the bits that are added.
+    // Each takes two bits of every byte and clears the others. A matrix has a byte for each bit of the result, which
+    // selects the bits that are added; the most significant byte makes bit 0.
     const __m512i lower = _mm512_gf2p8affine_epi64_epi8(a, _mm512_set1_epi64(0x4080000000000000), 0);
     const __m512i middle = _mm512_gf2p8affine_epi64_epi8(b, _mm512_set1_epi64(0x0000408000000000), 0);
     const __m512i upper = _mm512_gf2p8affine_epi64_epi8(c, _mm512_set1_epi64(0x0000000040800000), 0);
