@@ -185,6 +185,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "backends/registry.py": ({"getattr"}, "BACKEND of a plugin module"),
     "formats/__init__.py": ({"getattr"}, "FORMAT of a plugin module"),
     "backends/call_signature.py": ({"getattr"}, "TensorGuards is private in torch and may be missing"),
+    "bench/peers_ggml.py": ({"hasattr"}, "functions of OpenMP that a library may have"),
     "jit/graph.py": ({"hasattr"}, "functions that older CUDA drivers lack"),
     "jit/compile.py": ({"getattr"}, "a kernel, by the module and function name of its source"),
     "backends/gpu/kernels/gluon_names.py": ({"hasattr"}, "names that differ between Triton versions"),
