@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lancebill.checkpoint.read.hub import is_hub_name
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
-from lancebill.cli.engines import Engine, EngineOption, running_server
+from lancebill.cli.engines import EngineOption, running_server
 from lancebill.errors import SpecError
 
 
@@ -22,7 +23,8 @@ def bench_serve(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="URL|PATH", help="An OpenAI-compatible server: http://host:port/v1, or a checkpoint to serve."
+            metavar="URL|PATH",
+            help="An OpenAI-compatible server: http://host:port/v1; or what to serve: a checkpoint, or a hub model.",
         ),
     ],
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Words per prompt.")] = 128,
@@ -32,17 +34,21 @@ def bench_serve(
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for an answer.")] = 600,
     api_key: Annotated[str | None, typer.Option("--api-key", help="The key that the server asks for.")] = None,
     engine: EngineOption = None,
+    revision: ui.Revision = None,
     as_json: Json = False,
 ) -> None:
     """Throughput, time to first token and inter-token latency of streaming requests.
 
-    With a PATH, `lancebill serve` runs meanwhile: it gets --engine, --api-key and all options that are not listed here.
+    With a PATH, `lancebill serve` runs meanwhile: it gets --engine, --api-key, --revision and all options that are not
+    listed here.
     """
     with ui.reported(as_json):
         from lancebill.evaluate.load import Load, run_load
 
         load = Load(input_len, output_len, num_prompts, concurrency)
-        with _server(target, engine, api_key, context.args) as url, ui.progress("requests", num_prompts) as advance:
+        given = {"--engine": engine and engine.value, "--revision": revision}
+        words = [*(word for name, value in given.items() if value for word in (name, value)), *context.args]
+        with _server(target, words, api_key) as url, ui.progress("requests", num_prompts) as advance:
             summary = run_load(url, load, timeout=timeout, api_key=api_key, progress=advance)
     if as_json:
         ui.print_json(summary)
@@ -51,19 +57,15 @@ def bench_serve(
     raise typer.Exit(ui.PROBLEM if summary["failed"] else ui.FINE)
 
 
-def _server(
-    target: str, engine: Engine | None, api_key: str | None, words: Sequence[str]
-) -> AbstractContextManager[str]:
-    """The address of a server: the given one, or that of a server for the given checkpoint."""
-    if Path(target).exists():
-        options = [] if engine is None else ["--engine", engine.value]
-        options += [] if api_key is None else ["--api-key", api_key]
-        return running_server([target, *options, *words])
-    if words or engine is not None:
-        wrong = words[0] if words else "--engine"
-        raise SpecError("this option is for a checkpoint, and no such path exists", where=target, got=wrong)
+def _server(target: str, words: Sequence[str], api_key: str | None) -> AbstractContextManager[str]:
+    """The address of a server: the given one, or that of a server for the given checkpoint, with these options."""
+    if Path(target).exists() or is_hub_name(target):
+        return running_server([target, *([] if api_key is None else ["--api-key", api_key]), *words])
     if "://" not in target:
         raise SpecError("no such checkpoint, and not the URL of a server", expected="http://host:port/v1", got=target)
+    if words:
+        what = "no such option, or one for a checkpoint: a server that runs already has its own"
+        raise SpecError(what, where=target, got=words[0])
     return nullcontext(target)
 
 
