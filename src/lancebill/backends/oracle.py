@@ -92,6 +92,13 @@ class Choice:
         }
 
 
+def check_name(requested: str) -> None:
+    """Raise if no backend has this name."""
+    backends = registry()
+    if requested != AUTO and requested not in backends:
+        raise SpecError(f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}")
+
+
 def explain(
     problem: Problem, device: Device | torch.device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS
 ) -> Choice:
@@ -101,8 +108,7 @@ def explain(
     """
     backends = registry()
     device = device if isinstance(device, Device) else parse_device(device)
-    if requested != AUTO and requested not in backends:
-        raise SpecError(f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}")
+    check_name(requested)
     planned = replace(problem, experts=max(1, problem.experts))  # no backend plans for no experts
     verdicts = tuple(_verdict(backend, planned, device, tokens) for backend in backends.values())
     candidates = [v for v in verdicts if v.supported and requested in (v.backend.name, AUTO)]

@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lancebill.cli import models
 from lancebill.errors import SpecError
+
+Temperature = Annotated[float, typer.Option("--temperature", min=0, max=2, help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", min=1e-6, max=1, help="Probability mass to sample from.")]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens to sample from; 0 is all.")]
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from lancebill.cli import console as ui
 from lancebill.cli import models
-from lancebill.cli.answering import Answering, AnswerOptions
+from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP
 from lancebill.errors import SpecError
 
 HELP = "Enter sends; Ctrl-C stops an answer; /clear starts again; /quit or Ctrl-D ends."
@@ -21,12 +23,13 @@ def chat(
     path: models.Model,
     system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
     tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum new tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", min=1e-6, max=1, help="Probability mass to sample from.")] = 0.95,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens to sample from; 0 is all.")] = 0,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     revision: ui.Revision = None,
     weights: models.Weights = None,
+    rest: models.Rest = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
@@ -39,9 +42,10 @@ def chat(
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
         path = ui.located(path, revision, as_json=False)
-        chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
+        chosen: dict[str, Any] = {"weights": models.with_rest(weights, rest), "activations": activations}
+        chosen |= {"backend": backend, "device": device, "dtype": dtype}
         chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
-        model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
+        model, tokenizer = models.load(path, **chosen)
         if tokenizer.chat_template is None:
             raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")
         out = ui.console(error=True)
@@ -52,19 +56,22 @@ def chat(
 
 
 def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOptions) -> None:
-    messages = list(opening)
+    messages, out = list(opening), ui.console(error=True)
     for line in _lines():
         if line == "/quit":
             return
         if line == "/clear":
             messages = list(opening)
             continue
+        if re.fullmatch(r"/\w*", line.split()[0]):
+            out.print(f"no such command: {escape(line)}; {HELP}")
+            continue
         messages.append({"role": "user", "content": line})
         try:
             messages.append({"role": "assistant", "content": _answer(answering, messages, wanted)})
         except SpecError as error:  # the conversation is too long, or the chat template refuses it
             messages.pop()
-            ui.print_error(error, ui.console(error=True))
+            ui.print_error(error, out)
 
 
 def _answer(answering: Answering, messages: list[dict[str, str]], wanted: AnswerOptions) -> str:

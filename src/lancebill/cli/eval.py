@@ -28,7 +28,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--variant",
-            help="weights/activations/backend, the last two optional; 'stored' keeps the weights. Repeatable.",
+            help="weights/activations/backend/rest, the last three optional; 'stored' keeps the weights. Repeatable.",
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="Measure perplexity on this text file.")] = None,
@@ -96,7 +96,8 @@ def _evaluate_variants(
     loaded: list[dict[str, Any]] = []
 
     def load(variant: Variant) -> tuple[Any, Any]:
-        chosen = {"weights": variant.weights, "activations": variant.activations, "backend": variant.backend}
+        weights = models.with_rest(variant.weights, variant.rest)
+        chosen = {"weights": weights, "activations": variant.activations, "backend": variant.backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if body is not None:
             _check_window(model, tokenizer, body, options)

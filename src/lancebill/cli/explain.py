@@ -14,6 +14,7 @@ from rich.table import Table
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
 from lancebill.errors import SpecError, ranges
+from lancebill.moe.device import parse_device
 
 if TYPE_CHECKING:
     from lancebill.backends.oracle import Choice, Verdict
@@ -80,6 +81,8 @@ def explain(
 ) -> None:
     """Show every backend's verdict with all its reasons, and which backend is chosen."""
     with ui.reported(as_json, ui.USAGE):
+        if device is not None:
+            parse_device(device)  # raises before anything slow
         _check_usage(path, shape, weights, {"--layer": layer, "--mixture": mixture, "--revision": revision})
         if path is not None:
             path = ui.located(path, revision, as_json)

@@ -10,7 +10,7 @@ import typer
 
 from lancebill.cli import console as ui
 from lancebill.cli import models
-from lancebill.cli.answering import Answering, AnswerOptions
+from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP
 from lancebill.cli.console import Json
 from lancebill.errors import SpecError
 
@@ -22,12 +22,13 @@ def generate(
     ] = None,
     tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum new tokens.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text without a chat template.")] = False,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     revision: ui.Revision = None,
     weights: models.Weights = None,
+    rest: models.Rest = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
@@ -41,12 +42,13 @@ def generate(
     """Answer a prompt, token by token, and show tokens per second."""
     with ui.reported(as_json):
         path = ui.located(path, revision, as_json)
-        chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
+        chosen: dict[str, Any] = {"weights": models.with_rest(weights, rest), "activations": activations}
+        chosen |= {"backend": backend, "device": device, "dtype": dtype}
         chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
-        model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
+        model, tokenizer = models.load(path, **chosen)
         if not as_json:
             models.announce(path, model, ui.console(error=True))
-        answering, wanted = Answering(model, tokenizer, seed), AnswerOptions(tokens, temperature)
+        answering, wanted = Answering(model, tokenizer, seed), AnswerOptions(tokens, temperature, top_p, top_k)
         if prompt is not None:
             answers = [_answer(answering, prompt, raw, as_json, wanted)]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,10 @@ Model = Annotated[
     ),
 ]
 Weights = Annotated[str | None, typer.Option("--weights", help="Requantise the experts, for example to mxfp4.")]
+Rest = Annotated[
+    str | None,
+    typer.Option("--rest", help="Quantise the other linear modules too, for example to int8.", show_default=False),
+]
 Activations = Annotated[
     str | None, typer.Option("--activations", help="Activation format: bf16, int8, fp8 ..., or 'checkpoint'.")
 ]
@@ -49,12 +54,19 @@ CpuThreads = Annotated[
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Dtype of everything but the experts: auto, bfloat16, float16 or float32.")
 ]
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def with_rest(weights: str | None, rest: str | None) -> Any:
+    """The rules that --weights and --rest give."""
+    return weights if rest is None else {"experts": weights, "rest": rest}
 
 
 def load(path: Path, **options: Any) -> tuple[Any, Any]:
     """The model and its tokenizer, with a progress bar of our own."""
     from lancebill import from_pretrained
 
+    check_options(**options)
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -64,8 +76,10 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         ) from None
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    _check_split(**options)
     has_config = (path / "config.json").exists()
+    if path.suffix == ".gguf" and find_spec("gguf") is None:
+        hint = "pip install gguf, or 'lancebill[transformers]'"
+        raise UnsupportedProblem("transformers reads a GGUF file's tokenizer with the package gguf", hint=hint)
     if has_config:  # before the tokenizer, for which transformers reads it too
         _check_config(path, options.get("dtype", "auto"))
     tokenizer = _tokenizer(AutoTokenizer, path) if has_config else None  # first: its files are easily forgotten
@@ -74,22 +88,44 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, gguf_file=path.name)
 
 
-def _check_split(
+def check_options(
     *,
     device: str = "cpu",
+    dtype: str = "auto",
+    backend: str = "auto",
+    weights: Any = None,
+    activations: str | None = None,
+    order: str = "fast",
     gpu_memory: str | None = None,
     gpu_experts: int | None = None,
     moves: str = "off",
     cpu_threads: int | None = None,
-    **_: Any,
 ) -> None:
-    """Before a long load. Whoever asks for these in a command expects a GPU to be used."""
-    from lancebill.layer.check_split import check_split
+    """Raise for what is wrong, before transformers is imported; what needs no torch comes before torch.
+
+    Whoever asks in a command for a split expects a GPU to be used.
+    """
     from lancebill.moe.device import parse_device
 
-    check_split(gpu_memory, gpu_experts, moves, cpu_threads)
-    if parse_device(device).kind == "cpu" and (gpu_memory is not None or gpu_experts is not None):
+    on_cpu = parse_device(device).kind == "cpu"
+    if dtype not in DTYPES:
+        raise SpecError("this dtype is not supported", where="--dtype", expected=" or ".join(DTYPES), got=dtype)
+    if on_cpu and (gpu_memory is not None or gpu_experts is not None):
         raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
+    from lancebill.backends import oracle
+    from lancebill.layer.check_split import check_split
+    from lancebill.layer.rules import CHECKPOINT, split_rest
+    from lancebill.moe.problem import ORDERS
+    from lancebill.numbers.spec_names import parse_activation, parse_spec
+
+    if order not in ORDERS:
+        raise SpecError("no such order of sums", where="--order", expected=" or ".join(ORDERS), got=order)
+    check_split(gpu_memory, gpu_experts, moves, cpu_threads, order=order)
+    oracle.check_name(backend)
+    for spec in filter(None, split_rest(weights)):
+        parse_spec(spec)
+    if activations not in (None, CHECKPOINT):
+        parse_activation(activations)
 
 
 def _check_config(path: Path, dtype: str) -> None:

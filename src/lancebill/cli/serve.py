@@ -28,6 +28,7 @@ def serve(
     engine: EngineOption = None,
     revision: ui.Revision = None,
     weights: models.Weights = None,
+    rest: models.Rest = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
     order: models.Order = None,
@@ -52,6 +53,8 @@ def serve(
     Options after PATH that are not listed here are vLLM's own: --tensor-parallel-size, --max-num-seqs ...
     """
     with ui.reported(as_json=False):
+        if api_key is not None and not api_key.strip():
+            raise SpecError("the key is empty", where="--api-key", hint="without --api-key the server needs none")
         model_name = name or (path.resolve().name if path.exists() else str(path))
         path = ui.located(path, revision, as_json=False)
         chosen, line = chosen_engine(engine, device)
@@ -60,6 +63,8 @@ def serve(
         given |= {"moves": moves, "cpu_threads": cpu_threads, "weights": weights, "activations": activations}
         options = {name: value for name, value in given.items() if value not in (None, "auto", "off")}
         if chosen is Engine.vllm:
+            if rest is not None:
+                raise SpecError("only the transformers engine takes this", got="--rest", hint="--engine transformers")
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
             words += [] if api_key is None else ["--api-key", api_key]
@@ -67,7 +72,7 @@ def serve(
         elif context.args:
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
-            options |= {"device": device or "cpu", "dtype": dtype}
+            options |= {"device": device or "cpu", "dtype": dtype, "weights": models.with_rest(weights, rest)}
             _serve_with_transformers(path, host, port, model_name, length, api_key, options)
 
 
@@ -85,9 +90,9 @@ def _serve_with_transformers(
     from lancebill.serving.listen import bind_addresses, make_server
 
     sockets = bind_addresses(host, port)  # before anything slow
+    model, tokenizer = models.load(path, **options)
     from lancebill.serving.start import start
 
-    model, tokenizer = models.load(path, **options)
     out = ui.console(error=True)
     models.announce(path, model, out)
     app, how = start(name, model, tokenizer, context=length, api_key=api_key, small=models.small_steps(model))

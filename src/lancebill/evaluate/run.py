@@ -19,27 +19,29 @@ AS_STORED = "stored"
 NEXT = "Question:"  # starts every question of a prompt; a model that writes it has finished its answer
 LAST = 12  # an upper bound on the number of tokens of NEXT in any tokenizer
 EVERY = 8  # generated tokens between two checks for NEXT: decoding a batch's text takes longer than a generation step
-PARTS = ("weights", "activations", "backend")
+PARTS = ("weights", "activations", "backend", "rest")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Weights, activations and backend, written `mxfp4/int8/torch-cpu`; omitted parts keep their defaults."""
+    """Written `mxfp4/int8/torch-cpu/int8`; omitted parts keep their defaults. `rest`: weights of other modules."""
 
     weights: str | None = None
     activations: str | None = None
     backend: str = "auto"
+    rest: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         words = text.split("/")
         if len(words) > len(PARTS) or not words[0]:
-            raise SpecError(f"cannot read the variant '{text}'", expected="weights[/activations[/backend]]")
-        padded = [*words, "", ""][: len(PARTS)]
-        return cls(None if padded[0] == AS_STORED else padded[0], padded[1] or None, padded[2] or "auto")
+            raise SpecError(f"cannot read the variant '{text}'", expected="weights[/activations[/backend[/rest]]]")
+        weights, inputs, backend, rest = [*words, "", "", ""][: len(PARTS)]
+        return cls(None if weights == AS_STORED else weights, inputs or None, backend or "auto", rest or None)
 
     def __str__(self) -> str:
-        return "/".join([self.weights or AS_STORED, self.activations or "16 bit", self.backend])
+        rest = [] if self.rest is None else [self.rest]
+        return "/".join([self.weights or AS_STORED, self.activations or "16 bit", self.backend, *rest])
 
 
 @dataclass

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from lancebill.errors import SpecError
+
+if TYPE_CHECKING:  # slow to import, and names of devices are checked first of all
+    import torch
 
 ENV_GPU = "LANCEBILL_GPU"
 
@@ -34,6 +36,8 @@ class Device:
     @property
     def torch(self) -> torch.device:
         """The torch device to allocate on; raises if this machine has no such GPU."""
+        import torch
+
         if self.kind == "cpu":
             return torch.device("cpu")
         installed = parse_device(f"cuda:{self.index}")
@@ -53,6 +57,8 @@ def parse_device(device: str | torch.device) -> Device:
     installed = re.fullmatch(r"cuda(?::(\d+))?", name)
     if installed is None:
         raise SpecError(f"unknown device '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
+    import torch
+
     index = int(installed[1] or 0)
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise SpecError(f"this machine has no {name}", hint="`lancebill env` shows what torch sees")

@@ -1,4 +1,4 @@
-"""Help texts and usage errors must not wait for torch: one process asks for all of them."""
+"""Help texts and usage errors must not wait for torch, or for transformers: one process asks for all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def walk(command, words=()):
     for name, child in getattr(command, "commands", {}).items():
         yield from walk(child, (*words, name))
 
-def answer(expected, *words):
+def answer(expected, *words, without="torch"):
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
@@ -25,7 +25,7 @@ def answer(expected, *words):
         except SystemExit as stop:
             code = stop.code or 0
     assert code == expected and text.getvalue(), (words, code, text.getvalue())
-    assert "torch" not in sys.modules, words
+    assert without not in sys.modules, words
     return text.getvalue()
 
 commands = list(walk(typer.main.get_command(app)))
@@ -46,7 +46,14 @@ answer(2, "bench", "--shape", "8,64,64,2", "--weights", "mxfp4", "--tokens", "ma
 answer(2, "bench", "--shape", "8,64,64,2", "--weights", "mxfp4", "--json", "no/such/folder/file.json")
 answer(2, "tune", "--shape", "8,64,64,2", "--tokens", "many")
 answer(2, "kernels", "build", "--arch", "sm_70")
+answer(2, "explain", "--shape", "8,64,64,2", "--weights", "mxfp4", "--device", "sm_99x")
+answer(2, "serve", ".", "--api-key", "")
+answer(2, "bench-serve", "http://localhost:1/v1", "--odd")
+for wrong in (["--device", "tpu"], ["--dtype", "foo"], ["--gpu-memory", "3GiB"], ["--temperature", "nan"]):
+    answer(2, "generate", ".", "w1", *wrong)
 print(len(commands))
+for wrong in ("--backend", "--weights", "--rest", "--activations"):
+    answer(2, "generate", ".", "w1", wrong, "foo", without="transformers")
 """
 
 
