@@ -372,3 +372,20 @@ def test_transformers_must_be_installed_for_whole_models(model: Path, monkeypatc
     monkeypatch.delitem(sys.modules, "lancebill.integrations.transformers.pretrained", raising=False)
     with pytest.raises(UnsupportedProblem, match="transformers is not installed"):
         lancebill.from_pretrained(model)
+
+
+def test_the_reports_say_how_the_rest_is_computed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a CPU that converts bf16, for a checkpoint in bf16."""
+    import lancebill
+    from lancebill.integrations.transformers import pretrained
+
+    shutil.copytree(model, tmp_path / "bf16")
+    config = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "bf16" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(pretrained, "_computes", lambda dtype: False)
+    loaded = lancebill.from_pretrained(tmp_path / "bf16", weights={"experts": "mxfp4"})
+    said = "what is not quantised: fp32 (bf16 is slower on this CPU)"
+    assert said in str(loaded.lancebill_reports()) and said in str(loaded.lancebill_rest)
+    assert "declares" not in str(loaded.lancebill_reports()[0])
+    plain = lancebill.from_pretrained(tmp_path / "bf16", dtype="float32")
+    assert plain.lancebill_rest.computes == "fp32"

@@ -211,7 +211,7 @@ class Recipe:
             {matrix: str(spec) for matrix, spec in stored.items()},
             {matrix: str(self.plan.requantize.get(matrix, spec)) for matrix, spec in stored.items()},
             {matrix: str(problem.inputs_of(matrix)) for matrix in stored},
-            {matrix: str(spec) for matrix, spec in self.declared.items()},
+            {matrix: self._declared_name(matrix) for matrix in stored},
             len(self.plan.experts),
             sum(t.numel() * t.element_size() for tensors in packed.values() for t in tensors.values()),
             seconds,
@@ -222,6 +222,13 @@ class Recipe:
             moves=self.slots is not None and self.options.moves != OFF,
             mixture=layer.mixture,
         )
+
+    def _declared_name(self, matrix: str) -> str:
+        """What the checkpoint declares. Inputs that nobody quantises are as declared, whatever their dtype."""
+        declared, used = self.declared[matrix], self.choice.problem.inputs_of(matrix)
+        if declared.spec.quantized:
+            return str(declared)
+        return "none" if used.spec.quantized else str(used)
 
 
 def unquantised_inputs(dtype: torch.dtype) -> ActivationSpec:

@@ -19,7 +19,7 @@ class LoadReport:
     stored: dict[str, str]  # specs in the files, by matrix
     kept: dict[str, str]  # specs in memory
     activations: dict[str, str]
-    declared_activations: dict[str, str]  # as the checkpoint declares them
+    declared_activations: dict[str, str]  # as the checkpoint declares them; "none" beside quantised ones
     experts: int
     bytes: int
     seconds: float
@@ -66,7 +66,12 @@ class LoadReport:
 
 
 class LoadReports(list[LoadReport]):
-    """The reports of a model's layers; prints as a table, with one row for layers that are alike."""
+    """The reports of a model's layers; prints as a table, with one row for layers that are alike.
+
+    `rest` says in which dtype everything else is computed.
+    """
+
+    rest: str = ""
 
     def __str__(self) -> str:
         rows: dict[tuple[str, ...], list[LoadReport]] = {}
@@ -77,7 +82,8 @@ class LoadReports(list[LoadReport]):
             size, seconds = sum(r.bytes for r in alike) / 2**20, sum(r.seconds for r in alike)
             table.append((ranges([r.layer for r in alike]), *kind, f"{size:.1f}", f"{seconds:.2f}"))
         widths = [max(map(len, column)) for column in zip(*table)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([*lines, f"what is not quantised: {self.rest}"] if self.rest else lines)
 
     __repr__ = __str__
 

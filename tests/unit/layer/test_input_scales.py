@@ -165,3 +165,13 @@ def test_combining_input_scales() -> None:
         replace(combine_input_scales([]), pre_scale=torch.ones(4)).write(
             {"input_scale": torch.zeros(1, dtype=torch.int32)}
         )
+
+
+def test_inputs_that_nobody_quantises_are_as_declared(tmp_path: Path) -> None:
+    """Also where their dtype is another: the checkpoint says nothing about them."""
+    example = next(e for e in registry()["mxfp4"].examples())
+    folder = save(generate(example, ROW, ROW.forms[0], SIZE, seed=0), tmp_path / "m")
+    for activations, said in (("bf16", False), ("int8", True)):
+        layer = RoutedExperts.from_checkpoint(folder, layer=0, activations=activations, dtype=torch.float32)
+        assert ("(the checkpoint declares none)" in str(layer.report)) == said
+        assert ("the checkpoint declares" in str(layer.report)) == said

@@ -106,7 +106,9 @@ class PackedModel(GraphedGeneration):
     def lancebill_reports(self) -> LoadReports:
         """The load report of each layer: specs, bytes, the backend and why it was chosen. Prints as a table."""
         assert isinstance(self, nn.Module)
-        return LoadReports(module.report for _, module in packed_experts(self) if module.report is not None)
+        reports = LoadReports(module.report for _, module in packed_experts(self) if module.report is not None)
+        reports.rest = self.lancebill_rest.computes
+        return reports
 
 
 def from_pretrained(
@@ -156,7 +158,8 @@ def from_pretrained(
     experts = _experts(config, checkpoint, options)
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
     model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)
-    model.lancebill_rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs))
+    rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs))
+    model.lancebill_rest = replace(rest, computes=_computed_as(stored, wide))
     model = model.to(target)
     if target.type == "cpu":
         if stored != wide:
@@ -283,6 +286,12 @@ def config_of(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretrai
 def _refused(what: str, where: str | None, error: Exception, hint: str) -> UnsupportedFormat:
     text = shorten(str(error), 300, placeholder=" ...")
     return UnsupportedFormat(what, where=where, got=f"{type(error).__name__}: {text}", hint=hint)
+
+
+def _computed_as(stored: torch.dtype, wide: torch.dtype) -> str:
+    """For the report: the dtype of what is not quantised."""
+    said = str(UNQUANTISED[wide])
+    return said if stored == wide else f"{said} ({UNQUANTISED[stored]} is slower on this CPU)"
 
 
 def _computes(dtype: torch.dtype) -> bool:
