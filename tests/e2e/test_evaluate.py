@@ -137,7 +137,7 @@ def test_variants_are_parsed() -> None:
     assert Variant.parse("mxfp4/int8/reference") == Variant("mxfp4", "int8", "reference")
     assert Variant.parse("stored") == Variant()
     with pytest.raises(SpecError):
-        Variant.parse("a/b/c/d")
+        Variant.parse("a/b/c/d/e")
 
 
 def test_an_interrupted_run_is_scored_on_questions_that_all_variants_answered(monkeypatch: pytest.MonkeyPatch) -> None:
