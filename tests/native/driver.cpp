@@ -77,8 +77,8 @@ struct BuiltLevel {
 
 std::vector<BuiltLevel> built_levels() {
   using Getter = const Level* (*)();
-  const Getter getters[] = {level_portable,   level_neon,   level_avx2, level_avxvnni,
-                            level_avx512vnni, level_avx512, level_amx};
+  const Getter getters[] = {level_portable, level_neon,       level_avx2,   level_avxvnni,
+                            level_avx512bw, level_avx512vnni, level_avx512, level_amx};
   std::vector<BuiltLevel> levels;
   for (int i = 0; i < LANCEBILL_LEVELS; i++) {
     if (getters[i] == nullptr) continue;

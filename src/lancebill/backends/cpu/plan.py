@@ -21,6 +21,7 @@ _GFLOPS = {
     IsaLevel.NEON: (45.0, 65.0),
     IsaLevel.AVX2: (110.0, 200.0),
     IsaLevel.AVXVNNI: (150.0, 250.0),
+    IsaLevel.AVX512BW: (190.0, 280.0),
     IsaLevel.AVX512VNNI: (270.0, 285.0),
     IsaLevel.AVX512: (330.0, 500.0),
     IsaLevel.AMX: (700.0, 700.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 13
+ABI = 14
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -89,9 +89,10 @@ class IsaLevel(IntEnum):
     NEON = 1
     AVX2 = 2
     AVXVNNI = 3
-    AVX512VNNI = 4
-    AVX512 = 5
-    AMX = 6
+    AVX512BW = 4
+    AVX512VNNI = 5
+    AVX512 = 6
+    AMX = 7
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -19,7 +19,7 @@ constexpr int64_t kBlockTokens = 16;      // of one sequence that are attended t
 
 const RowKernels* kernels_for(int32_t level) {
   if (level >= LANCEBILL_AMX && rows_amx != nullptr) return rows_amx();
-  if (level >= LANCEBILL_AVX512VNNI && rows_avx512 != nullptr) return rows_avx512();
+  if (level >= LANCEBILL_AVX512BW && rows_avx512 != nullptr) return rows_avx512();
   if (level >= LANCEBILL_AVX2 && rows_avx2 != nullptr) return rows_avx2();
   if (level == LANCEBILL_NEON && rows_neon != nullptr) return rows_neon();
   return rows_portable == nullptr ? nullptr : rows_portable();

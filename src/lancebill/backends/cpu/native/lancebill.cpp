@@ -28,7 +28,8 @@ namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
 
-constexpr const char* kNames[LANCEBILL_LEVELS] = {"portable", "neon", "avx2", "avxvnni", "avx512vnni", "avx512", "amx"};
+constexpr const char* kNames[LANCEBILL_LEVELS] = {"portable",   "neon",       "avx2",   "avxvnni",
+                                                   "avx512bw", "avx512vnni", "avx512", "amx"};
 
 #if defined(__x86_64__)
 struct CpuId {
@@ -44,14 +45,16 @@ bool tiles_granted() {
 
 bool machine_has(int level) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (CpuId(1, 0).ecx >> 29 & 1);
-  const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  const bool avx512bw = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq");
+  const bool vnni = avx512bw && __builtin_cpu_supports("avx512vnni");
   const bool avx512 = vnni && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
   const CpuId seven(7, 0), seven_one(7, 1);
   switch (level) {
     case LANCEBILL_PORTABLE: return true;
     case LANCEBILL_AVX2: return avx2;
     case LANCEBILL_AVXVNNI: return avx2 && (seven_one.eax >> 4 & 1);
+    case LANCEBILL_AVX512BW: return avx2 && avx512bw;
     case LANCEBILL_AVX512VNNI: return avx2 && vnni;
     case LANCEBILL_AVX512: return avx2 && avx512;
     case LANCEBILL_AMX: {  // AMX-BF16, AMX-TILE, AVX512-FP16
@@ -72,8 +75,8 @@ bool machine_has(int level) { return level == LANCEBILL_PORTABLE; }
 
 const Level* built_level(int level) {
   using Getter = const Level* (*)();
-  const Getter getters[LANCEBILL_LEVELS] = {level_portable,   level_neon,   level_avx2, level_avxvnni,
-                                            level_avx512vnni, level_avx512, level_amx};
+  const Getter getters[LANCEBILL_LEVELS] = {level_portable, level_neon,       level_avx2,   level_avxvnni,
+                                            level_avx512bw, level_avx512vnni, level_avx512, level_amx};
   return getters[level] == nullptr ? nullptr : getters[level]();
 }
 

@@ -43,7 +43,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 13
+#define LANCEBILL_ABI 14
 
 #ifdef __cplusplus
 extern "C" {
@@ -315,10 +315,11 @@ enum lancebill_level {
   LANCEBILL_NEON = 1,       /* with byte dot products (asimddp) */
   LANCEBILL_AVX2 = 2,
   LANCEBILL_AVXVNNI = 3,    /* AVX2 with 256-bit VNNI */
-  LANCEBILL_AVX512VNNI = 4, /* AVX-512 with VNNI */
-  LANCEBILL_AVX512 = 5,     /* with VNNI, VBMI and GFNI */
-  LANCEBILL_AMX = 6,        /* AVX512 and bf16 tiles */
-  LANCEBILL_LEVELS = 7
+  LANCEBILL_AVX512BW = 4,   /* AVX-512 with BW, DQ and VL */
+  LANCEBILL_AVX512VNNI = 5, /* with VNNI, too */
+  LANCEBILL_AVX512 = 6,     /* with VNNI, VBMI and GFNI */
+  LANCEBILL_AMX = 7,        /* AVX512 and bf16 tiles */
+  LANCEBILL_LEVELS = 8
 };
 
 enum lancebill_status {

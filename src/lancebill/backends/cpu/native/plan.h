@@ -170,6 +170,7 @@ __attribute__((weak)) const Level* level_portable();
 __attribute__((weak)) const Level* level_neon();
 __attribute__((weak)) const Level* level_avx2();
 __attribute__((weak)) const Level* level_avxvnni();
+__attribute__((weak)) const Level* level_avx512bw();
 __attribute__((weak)) const Level* level_avx512vnni();
 __attribute__((weak)) const Level* level_avx512();
 __attribute__((weak)) const Level* level_amx();

@@ -1,5 +1,5 @@
-// Vectors of sixteen rows in one register, a unit of codes per load: AVX-512 with VNNI, and VBMI byte lookup and GFNI
-// bit matrices where compiled for them.
+// Vectors of sixteen rows in one register, a unit of codes per load: AVX-512, and VNNI, VBMI byte lookup and GFNI bit
+// matrices where compiled for them.
 #pragma once
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -17,32 +17,48 @@ struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
   static constexpr int blocks = 4;
-  static constexpr int blocks_at_once(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
   static constexpr bool prefetch_twice = true;
   static constexpr bool lane_inputs = false;
-  static constexpr bool split_bytes = false;
   static constexpr bool signed_codes = false;
   static constexpr bool biased_sums = false;
-  static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = true;
-  static constexpr bool whole_bytes = true;
   static constexpr bool tiles = false;
   using Codes = __m512i;
   using Table = __m512i;
   using I32 = __m512i;
   using F32 = __m512;
 
+#ifdef __AVX512VNNI__
+  static constexpr int blocks_at_once(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
+  static constexpr bool split_bytes = false;
+  static constexpr bool short_sums = false;
+  static constexpr bool whole_bytes = true;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
-    int32_t word;
-    __builtin_memcpy(&word, x, 4);
-    return keep_in_register(_mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word)));
+    return keep_in_register(_mm512_dpbusd_epi32(sum, codes, broadcast4(x)));
   }
+#else
+  // A sum has as many registers for its 16-bit sums.
+  static constexpr int blocks_at_once(int sums) { return sums <= 3 ? 4 : sums <= 8 ? 2 : 1; }
+  // vpmaddubsw adds two products in 16 bits, which cannot saturate with 7-bit codes only.
+  static constexpr bool split_bytes = true;
+  static constexpr bool short_sums = true;
+  static constexpr bool whole_bytes = false;
+  static I32 dot(I32 sum, Codes codes, const int8_t* x) { return add_widened(sum, short_products(codes, x), 1); }
+  static Codes short_products(Codes codes, const int8_t* x) { return _mm512_maddubs_epi16(codes, broadcast4(x)); }
+  static Codes add_shorts(Codes a, Codes b) { return keep_in_register(_mm512_add_epi16(a, b)); }
+  static I32 add_widened(I32 sum, Codes shorts, int16_t factor) {
+    return keep_in_register(_mm512_add_epi32(sum, _mm512_madd_epi16(shorts, _mm512_set1_epi16(factor))));
+  }
+#endif
 
   static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(load16(entries)); }
   static Codes load(const uint8_t* p) { return keep_in_register(_mm512_loadu_si512(p)); }
   static Codes low(Table table, Codes codes) { return look_up(table, codes); }
   static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
   static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
+  static Codes high_nibbles(Codes codes) { return low_nibbles(_mm512_srli_epi16(codes, 4)); }
+  static Codes low_bits(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(127)); }
+  static Codes top_bit(Codes codes) { return _mm512_and_si512(_mm512_srli_epi16(codes, 7), _mm512_set1_epi8(1)); }
 
   static Codes low_six(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(63)); }
   static Codes top_pairs(Codes a, Codes b, Codes c) {
@@ -121,6 +137,11 @@ struct Avx512 {
 #else
     return _mm512_shuffle_epi8(table, _mm512_and_si512(bytes, _mm512_set1_epi8(15)));
 #endif
+  }
+  static __m512i broadcast4(const int8_t* x) {
+    int32_t word;
+    __builtin_memcpy(&word, x, 4);
+    return _mm512_set1_epi32(word);
   }
   static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

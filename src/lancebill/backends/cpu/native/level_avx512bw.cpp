@@ -1,0 +1,9 @@
+// flags x86_64: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+#include "layer.h"
+#include "plan.h"
+#include "vector_avx512.h"
+
+const lancebill::Level* lancebill::level_avx512bw() {
+  static constexpr Level level = {"avx512bw", Avx512::tiles, run_layer<Avx512>};
+  return &level;
+}
