@@ -110,7 +110,14 @@ class App:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        call = Call(scope["method"], scope["path"], headers, receive, send)
+        last: Message | None = None
+
+        async def remember(message: Message) -> None:
+            nonlocal last
+            last = message
+            await send(message)
+
+        call = Call(scope["method"], scope["path"], headers, receive, remember)
         try:
             status = await self._route(call)
         except ApiError as error:
@@ -121,7 +128,10 @@ class App:
             status = 499
         except asyncio.CancelledError:  # the server ends
             status = 503
-            await call.reply_json(status, ENDING)
+            if last is None:
+                await call.reply_json(status, ENDING)
+            elif last.get("more_body", last["type"] == "http.response.start"):
+                await send({"type": "http.response.body", "body": _event(ENDING).encode()})
         except Exception:
             body = ApiError(500, "internal error", None, "server_error", "server_error").body()
             await call.reply_json(500, body)
@@ -204,11 +214,6 @@ class App:
             if not answering.done():
                 raise ClientGone
             answering.result()
-        except asyncio.CancelledError:  # the server ends
-            if not asked.stream:
-                raise
-            await call.send({"type": "http.response.body", "body": _event(ENDING).encode()})
-            return 503
         finally:
             for task in (answering, gone):
                 task.cancel()
