@@ -15,6 +15,14 @@ inline Bytes load(const void* bytes) {
   return v;
 }
 
+// Eight bytes, followed by zeros.
+inline Bytes load_half(const void* bytes) {
+  typedef uint64_t Halves __attribute__((vector_size(16)));
+  Halves v = {};
+  std::memcpy(&v, bytes, sizeof v / 2);
+  return (Bytes)v;
+}
+
 inline void store(void* out, Bytes v) { std::memcpy(out, &v, sizeof v); }
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
@@ -38,10 +46,16 @@ inline void interleave(Bytes a, Bytes b, Bytes& low, Bytes& high) {
   }
 }
 
-// The even and the odd bytes of a, followed by those of b.
+// The even and the odd elements of a, of `kSize` bytes each, followed by those of b.
+template <int kSize>
 inline void separate(Bytes a, Bytes b, Bytes& even, Bytes& odd) {
-  even = LANCEBILL_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  odd = LANCEBILL_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  if (kSize == 1) {
+    even = LANCEBILL_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    odd = LANCEBILL_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  } else {
+    even = LANCEBILL_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    odd = LANCEBILL_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
 }
 #undef LANCEBILL_SHUFFLE
 

@@ -42,10 +42,10 @@ class Nibbles:
     of the bytes; columns are cut in pairs, and only rows can be selected.
 
     With a `turn`, the codes are stored in another order, and turned when they are first needed: `verify` only asks
-    which codes occur, and for that any order will do, and kernels on a GPU read most orders as they are.
+    which codes occur, and for that any order will do, and the kernels that pack read most orders as they are.
 
     Matrices may also be `apart`, each in memory of its own. Then `source` is the first one, expanded: its strides say
-    how to read each of them. Kernels on a GPU find the others by their addresses; `together` copies them.
+    how to read each of them. Kernels that pack find the others by their addresses; `together` copies them.
     """
 
     source: Tensor  # the bytes of `data`, or a tensor with exactly its nibbles

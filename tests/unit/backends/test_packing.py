@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lancebill.backends.base import NoForm
-from lancebill.backends.cpu import layout as cpu_layout
 from lancebill.backends.cpu.layout import CpuLayout
-from lancebill.backends.cpu.native import library
+from lancebill.backends.cpu.native import library, packing
 from lancebill.backends.gpu.choose_form import kernel_form
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.humming.layout import HummingLayout
@@ -92,7 +91,7 @@ def test_the_library_packs_what_torch_packs(spec: str, monkeypatch: pytest.Monke
             layout = CpuLayout(problem)
             weights = stack_experts([plausible_weight(shape, seed) for seed in range(EXPERTS)])
             with monkeypatch.context() as patch:
-                patch.setattr(cpu_layout, "library", lambda: None)
+                patch.setattr(packing, "library", lambda: None)
                 want = packed(layout, shape, weights)
             got = packed(layout, shape, weights)
             assert all(same_bits(got[name], want[name]) for name in want), shape

@@ -20,7 +20,7 @@ from torch import Tensor
 from lancebill.backends.cpu.form import CpuForm, Record, matrix_form, padded_columns
 from lancebill.backends.cpu.group_numbers import repeat_to_groups, row_scale, scale_product
 from lancebill.backends.cpu.native import abi, library
-from lancebill.backends.cpu.native.packing import can_pack, pack_codes, pack_groups
+from lancebill.backends.cpu.native.packing import pack_codes, pack_groups
 from lancebill.backends.cpu.records import FACTOR_BYTES, from_bytes, join_records, record_bytes, split_records, to_bytes
 from lancebill.backends.cpu.unpack_on_gpu import unpack_nibbles
 from lancebill.errors import BadValue
@@ -154,28 +154,23 @@ class CpuLayout(Layout):
 
     def _write_codes(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight, out: Tensor) -> None:
         """Codes in the kernels' numbering and order; rejects NaN and infinite ones."""
-        kind, dtype, native, stored = form.values.codes, shape.spec.dtype, library(), weight.stored
-        rows = stored.data if isinstance(stored, Nibbles) else stored
-        if native is not None and can_pack(rows, out):
-            maps, bits, gated = _code_maps(dtype), 4 if isinstance(stored, Nibbles) else 8, self._gated(shape)
-            renumbered = None if maps is None else maps[0]
-            valid = pack_codes(
-                native, rows, out, self.padded(shape), kind,
-                bits=bits, gated=gated, codes_of=renumbered, invalid=_invalid_codes(dtype),
-            )  # fmt: skip
-            if not valid:
-                raise _not_finite(f"{dtype} codes")
-            return
-        _require_finite_codes(weight)
-        codes = _stored_codes(dtype, weight.codes)
-        out.copy_(_pack_codes(kind, self._place(shape, codes, self.padded(shape)[1])))
+        kind, dtype = form.values.codes, shape.spec.dtype
+        maps, bits = _code_maps(dtype), 4 if isinstance(weight.stored, Nibbles) else 8
+        valid = pack_codes(
+            weight.stored, out, self.padded(shape), kind, bits=bits, gated=self._gated(shape),
+            codes_of=None if maps is None else maps[0], invalid=_invalid_codes(dtype),
+        )  # fmt: skip
+        if valid is False:
+            raise _not_finite(f"{dtype} codes")
+        if valid is None:
+            _require_finite_codes(weight)
+            codes = _stored_codes(dtype, weight.codes)
+            out.copy_(_pack_codes(kind, self._place(shape, codes, self.padded(shape)[1])))
 
     def _write_groups(self, shape: MatrixShape, form: CpuForm, numbers: Tensor, out: Tensor) -> None:
         """One number per row and group, in the kernels' order."""
-        native, (n, k) = library(), self.padded(shape)
-        if native is not None and can_pack(numbers, out):
-            pack_groups(native, numbers, out, (n, k // form.group), gated=self._gated(shape))
-        else:
+        n, k = self.padded(shape)
+        if not pack_groups(numbers, out, (n, k // form.group), gated=self._gated(shape)):
             out.copy_(_by_group(self._place(shape, numbers, k // form.group)))
 
     def _write_records(
@@ -186,14 +181,12 @@ class CpuLayout(Layout):
         numbers = repeat_to_groups(shape, form.group, level, to_bytes(level.dtype, codes))
         level, stored = weight.levels()[record.factor]
         factors = repeat_to_groups(shape, form.factor, level, stored.float())
-        records, groups = self._records(shape, form), form.factor // form.group
-        native = library()
-        if native is not None and can_pack(numbers, out):
-            write = partial(pack_groups, native, out=out, gated=self._gated(shape))
-            write(factors, padded=(self.padded(shape)[0], records), gap=groups * BLOCK)
-            bytes_of = self.padded(shape)[0], records * groups
-            write(numbers, padded=bytes_of, start=FACTOR_BYTES, record=groups, gap=FACTOR_BYTES)
-        else:
+        (n, _), records, groups = self.padded(shape), self._records(shape, form), form.factor // form.group
+        write = partial(pack_groups, out=out, gated=self._gated(shape))
+        written = write(factors, padded=(n, records), gap=groups * BLOCK) and write(
+            numbers, padded=(n, records * groups), start=FACTOR_BYTES, record=groups, gap=FACTOR_BYTES
+        )
+        if not written:
             placed = self._place(shape, numbers, records * groups), self._place(shape, factors, records)
             out.copy_(join_records(*placed))
 

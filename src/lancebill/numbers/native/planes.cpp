@@ -38,7 +38,7 @@ void read_plane(const uint8_t* block, const lancebill_plane& p, uint8_t* out) {
 // Neighbouring nibbles share a byte.
 Bytes join_pairs(Bytes a, Bytes b) {
   Bytes even, odd;
-  separate(a, b, even, odd);
+  separate<1>(a, b, even, odd);
   return even | (odd << 4);
 }
 

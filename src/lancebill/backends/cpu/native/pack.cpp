@@ -7,47 +7,56 @@
 
 #include "bytes.h"
 #include "lancebill.h"
+#include "pack_words.h"
 #include "parallel.h"
 
 namespace lancebill {
 namespace {
 
-constexpr int kBlock = 16, kTile = 32, kUnits = kTile / 4;  // rows of a block; columns of a tile, in units of 4
+constexpr int kSharedLines = 8;  // strips that are packed together if they share cache lines of words
 
 struct Invalid {
   const uint8_t* codes;
   int count;
 };
 
-// The bytes of packed row `row` of an expert; NULL for padding.
-const uint8_t* source_row(const lancebill_rows& m, int64_t expert, int64_t row) {
-  const int64_t block = row / kBlock, half = m.rows / 2;
-  int64_t logical = row;
-  if (m.gated) {
-    logical = block / 2 * kBlock + row % kBlock;
-    if (logical >= half) return nullptr;
-    if (block & 1) logical += half;
-  }
-  return logical < m.rows ? m.data + expert * m.expert_stride + logical * m.row_stride : nullptr;
+// A packed row: where its part has it. No part: padding.
+struct Row {
+  const uint8_t* part;
+  int64_t number;
+
+  const uint8_t* bytes(int64_t stride) const { return part == nullptr ? nullptr : part + number * stride; }
+};
+
+Row find_row(const lancebill_rows& m, int64_t expert, int64_t row) {
+  if (!m.gated) return row < m.rows ? Row{m.parts[expert], row} : Row{};
+  const int64_t block = row / kBlock, logical = block / 2 * kBlock + row % kBlock;
+  return logical < m.rows / 2 ? Row{m.parts[2 * expert + (block & 1)], logical} : Row{};
 }
 
-// Codes [first, first + 32) of a row, one per byte; zeros beyond its end.
-template <int kBits>
-inline void expand(const uint8_t* row, int64_t first, int64_t columns, uint8_t* __restrict out) {
-  const int64_t count = row == nullptr ? 0 : std::min<int64_t>(kTile, columns - first);
-  if (count < kTile) std::memset(out, 0, kTile);
-  if (count <= 0) return;
-  if (kBits == 8) {
-    count == kTile ? std::memcpy(out, row + first, kTile) : std::memcpy(out, row + first, count);
-    return;
+// Codes [first, first + count) of a row, one per byte.
+template <int kBits, int kOrder>
+inline void read_codes(const Row& row, int64_t stride, int64_t first, int64_t count, uint8_t* __restrict out) {
+  if constexpr (kOrder != LANCEBILL_BY_ROW) {
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t c = first + i, word = kOrder == LANCEBILL_BY_WORD ? row.number : row.number / 8;
+      const int64_t line = kOrder == LANCEBILL_BY_WORD ? c / 8 : c;
+      const int nibble = kOrder == LANCEBILL_BY_WORD ? c % 8 : kNibbleOfRow[row.number % 8];
+      out[i] = row.part[line * stride + 4 * word + nibble / 2] >> 4 * (nibble & 1) & 15;
+    }
+  } else if constexpr (kBits == 8) {
+    count == kTile ? std::memcpy(out, row.bytes(stride) + first, kTile)
+                   : std::memcpy(out, row.bytes(stride) + first, count);
+  } else {
+    const uint8_t* bytes = row.bytes(stride) + first / 2;
+    uint8_t pairs[kTile / 2] = {};
+    count == kTile ? std::memcpy(pairs, bytes, kTile / 2) : std::memcpy(pairs, bytes, count / 2);
+    const Bytes v = load(pairs);
+    Bytes low, high;
+    interleave<1>(v & 15, v >> 4, low, high);
+    store(out, low);
+    store(out + sizeof low, high);
   }
-  uint8_t pairs[kTile / 2] = {};
-  count == kTile ? std::memcpy(pairs, row + first / 2, kTile / 2) : std::memcpy(pairs, row + first / 2, count / 2);
-  const Bytes v = load(pairs);
-  Bytes low, high;
-  interleave<1>(v & 15, v >> 4, low, high);
-  store(out, low);
-  store(out + sizeof low, high);
 }
 
 // Whether one of the codes of an expanded row is invalid. Padding is zero, which is always valid.
@@ -102,50 +111,119 @@ void place(const uint8_t (&tile)[2 * kBlock][kTile], uint8_t* out) {
 }
 
 // A whole tile of two blocks of 16 rows, two codes per byte, straight from both rows that share bytes.
-void place_pairs(const uint8_t* const (&rows)[2 * kBlock], int64_t first, uint8_t* out) {
+void place_pairs(const Row* rows, int64_t stride, int64_t first, uint8_t* out) {
   Bytes left[kBlock], right[kBlock];
   for (int r = 0; r < kBlock; r++) {
-    const Bytes low = load(rows[r] + first / 2), high = load(rows[kBlock + r] + first / 2);
-    interleave<1>((low & 15) | (high << 4), (low >> 4) | (high & 0xF0), left[r], right[r]);
+    Bytes low, high;
+    pair_nibbles(load(rows[r].bytes(stride) + first / 2), load(rows[kBlock + r].bytes(stride) + first / 2), low, high);
+    interleave<1>(low, high, left[r], right[r]);
   }
   place_units(left, out);
   place_units(right, out + 4 * 64);
 }
 
-template <int kBits, int kCodes>
-int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
-  constexpr int kRows = kCodes == LANCEBILL_TABLE4 ? 2 * kBlock : kBlock;
-  constexpr int kTileBytes = kCodes == LANCEBILL_BITS6 ? 48 * kUnits : 64 * kUnits;
-  const int64_t strips = m.padded_rows / kRows, strip_bytes = m.padded_columns / kTile * kTileBytes;
-  std::atomic<bool> bad{false};
-  parallel(m.threads, m.experts * strips, [&](int64_t task, int) {
-    const int64_t expert = task / strips, strip = task % strips;
-    const uint8_t* rows[kRows];
-    for (int r = 0; r < kRows; r++) rows[r] = source_row(m, expert, strip * kRows + r);
-    uint8_t* out = m.out + task * strip_bytes;
-    alignas(64) uint8_t tile[2 * kBlock][kTile];
-    const bool plain = kBits == 4 && kCodes == LANCEBILL_TABLE4 && map == nullptr && invalid.count == 0 &&
-                       std::find(rows, rows + kRows, nullptr) == rows + kRows;
-    for (int64_t first = 0; first < m.padded_columns; first += kTile, out += kTileBytes) {
-      if constexpr (kCodes == LANCEBILL_TABLE4) {
-        if (plain && first + kTile <= m.columns) {
-          place_pairs(rows, first, out);
-          continue;
-        }
+// A whole tile without unpacking it.
+template <int kOrder>
+void place_nibbles(const Row* rows, int64_t stride, int64_t first, uint8_t* out) {
+  const Row even = rows[0], odd = rows[kBlock];
+  if constexpr (kOrder == LANCEBILL_BY_ROW) {
+    place_pairs(rows, stride, first, out);
+  } else if constexpr (kOrder == LANCEBILL_BY_WORD) {
+    const int64_t line = first / 8 * stride;
+    place_words(even.part + line + 4 * even.number, odd.part + line + 4 * odd.number, stride, out);
+  } else {
+    const int64_t line = first * stride;
+    place_columns(even.part + line + even.number / 2, odd.part + line + odd.number / 2, stride, out);
+  }
+}
+
+// Blocks that share bytes, or a single block.
+struct Strip {
+  Row rows[2 * kBlock];
+  bool whole;  // without padding
+  uint8_t* out;
+};
+
+template <int kBits, int kCodes, int kOrder>
+class CodePacker {
+ public:
+  CodePacker(const lancebill_rows& m, const uint8_t* map, Invalid invalid) : m_(m), map_(map), invalid_(invalid) {}
+
+  int32_t pack() {
+    constexpr int64_t kTogether = kOrder == LANCEBILL_BY_ROW ? 1 : kSharedLines;
+    const int64_t strips = m_.padded_rows / kRows, tasks = (strips + kTogether - 1) / kTogether;
+    parallel(m_.threads, m_.experts * tasks, [&](int64_t task, int) {
+      const int64_t expert = task / tasks, top = task % tasks * kTogether, count = std::min(kTogether, strips - top);
+      Strip found[kTogether];
+      for (int64_t s = 0; s < count; s++) found[s] = find_strip(expert, top + s);
+      for (int64_t first = 0; first < m_.padded_columns; first += kTile) {
+        for (int64_t s = 0; s < count; s++) pack_tile(found[s], first);
       }
-      const int64_t count = std::clamp<int64_t>(m.columns - first, 0, kTile);
-      for (int r = 0; r < kRows; r++) {
-        expand<kBits>(rows[r], first, m.columns, tile[r]);
-        if (has_invalid(tile[r], invalid)) bad = true;
-        if (map != nullptr && rows[r] != nullptr) {
-          for (int64_t i = 0; i < count; i++) tile[r][i] = map[tile[r][i]];
-        }
-      }
-      place<kCodes>(tile, out);
+    });
+    const int32_t status = take_loop_status();
+    return status != LANCEBILL_OK ? status : int32_t{bad_};
+  }
+
+ private:
+  static constexpr int kRows = kCodes == LANCEBILL_TABLE4 ? 2 * kBlock : kBlock;
+  static constexpr int kTileBytes = (kCodes == LANCEBILL_BITS6 ? 48 : 64) * kUnits;
+
+  Strip find_strip(int64_t expert, int64_t strip) const {
+    Strip found;
+    found.whole = true;
+    for (int r = 0; r < kRows; r++) {
+      found.rows[r] = find_row(m_, expert, strip * kRows + r);
+      if (found.rows[r].part == nullptr) found.whole = false;
     }
-  });
-  const int32_t status = take_loop_status();
-  return status != LANCEBILL_OK ? status : int32_t{bad};
+    found.out = m_.out + (expert * (m_.padded_rows / kRows) + strip) * (m_.padded_columns / kTile) * kTileBytes;
+    return found;
+  }
+
+  void pack_tile(const Strip& strip, int64_t first) {
+    uint8_t* out = strip.out + first / kTile * kTileBytes;
+    if constexpr (kBits == 4) {
+      if (strip.whole && first + kTile <= m_.columns && map_ == nullptr && invalid_.count == 0) {
+        place_nibbles<kOrder>(strip.rows, m_.stride, first, out);
+        return;
+      }
+    }
+    alignas(64) uint8_t tile[2 * kBlock][kTile];
+    for (int r = 0; r < kRows; r++) {
+      const Row& row = strip.rows[r];
+      const int64_t count = row.part == nullptr ? 0 : std::clamp<int64_t>(m_.columns - first, 0, kTile);
+      if (count < kTile) std::memset(tile[r], 0, kTile);
+      if (count > 0) read_codes<kBits, kOrder>(row, m_.stride, first, count, tile[r]);
+      if (has_invalid(tile[r], invalid_)) bad_ = true;
+      if (map_ != nullptr) {
+        for (int64_t i = 0; i < count; i++) tile[r][i] = map_[tile[r][i]];
+      }
+    }
+    place<kCodes>(tile, out);
+  }
+
+  const lancebill_rows& m_;
+  const uint8_t* map_;
+  const Invalid invalid_;
+  std::atomic<bool> bad_{false};
+};
+
+template <int kBits, int kCodes, int kOrder = LANCEBILL_BY_ROW>
+int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
+  return CodePacker<kBits, kCodes, kOrder>(m, map, invalid).pack();
+}
+
+// Sixteen rows of sixteen numbers to columns.
+template <class Number>
+void turn(const Number (&rows)[kBlock][kBlock], Number (&columns)[kBlock][kBlock]) {
+  constexpr int kSide = sizeof(Bytes) / sizeof(Number);
+  for (int r = 0; r < kBlock; r += kSide) {
+    for (int c = 0; c < kBlock; c += kSide) {
+      Bytes square[kSide];
+      for (int i = 0; i < kSide; i++) square[i] = load(&rows[r + i][c]);
+      transpose<sizeof(Number)>(square);
+      for (int i = 0; i < kSide; i++) store(&columns[c + i][r], square[i]);
+    }
+  }
 }
 
 template <class Number>
@@ -153,25 +231,25 @@ void pack_groups(const lancebill_rows& m, int64_t record, int64_t gap) {
   const int64_t blocks = m.padded_rows / kBlock;
   const int64_t block_bytes = m.padded_columns * kBlock * sizeof(Number) + m.padded_columns / record * gap;
   parallel(m.threads, m.experts * blocks, [&](int64_t task, int) {
-    const int64_t expert = task / blocks, block = task % blocks;
-    Number tile[kBlock][kBlock];
+    Number tile[kBlock][kBlock], columns[kBlock][kBlock];
+    const uint8_t* rows[kBlock];
+    for (int r = 0; r < kBlock; r++) rows[r] = find_row(m, task / blocks, task % blocks * kBlock + r).bytes(m.stride);
     uint8_t* out = m.out + task * block_bytes;
     for (int64_t first = 0; first < m.padded_columns; first += kBlock) {
       const int64_t count = std::min<int64_t>(kBlock, m.padded_columns - first);
       for (int r = 0; r < kBlock; r++) {
-        const uint8_t* row = source_row(m, expert, block * kBlock + r);
-        const int64_t real = row == nullptr ? 0 : std::clamp<int64_t>(m.columns - first, 0, count);
+        const int64_t real = rows[r] == nullptr ? 0 : std::clamp<int64_t>(m.columns - first, 0, count);
         if (real < kBlock) std::memset(tile[r], 0, sizeof tile[r]);
         if (real == kBlock) {
-          std::memcpy(tile[r], row + first * sizeof(Number), sizeof tile[r]);
+          std::memcpy(tile[r], rows[r] + first * sizeof(Number), sizeof tile[r]);
         } else if (real > 0) {
-          std::memcpy(tile[r], row + first * sizeof(Number), real * sizeof(Number));
+          std::memcpy(tile[r], rows[r] + first * sizeof(Number), real * sizeof(Number));
         }
       }
+      turn(tile, columns);
       for (int64_t g = 0; g < count; g++) {
-        Number* numbers = reinterpret_cast<Number*>(out);
-        for (int r = 0; r < kBlock; r++) numbers[r] = tile[r][g];
-        out += sizeof(Number) * kBlock + ((first + g + 1) % record == 0 ? gap : 0);
+        std::memcpy(out, columns[g], sizeof columns[g]);
+        out += sizeof columns[g] + ((first + g + 1) % record == 0 ? gap : 0);
       }
     }
   });
@@ -185,13 +263,16 @@ using namespace lancebill;
 int32_t lancebill_pack_codes(const lancebill_rows* rows, int32_t bits, int32_t codes, const uint8_t* map,
                              const uint8_t* invalid, int32_t invalids) {
   const Invalid bad{invalid, invalids};
+  const lancebill_rows& m = *rows;
   if (codes == LANCEBILL_TABLE4) {
-    return bits == 4 ? pack_codes<4, LANCEBILL_TABLE4>(*rows, map, bad)
-                     : pack_codes<8, LANCEBILL_TABLE4>(*rows, map, bad);
+    if (bits == 8) return pack_codes<8, LANCEBILL_TABLE4>(m, map, bad);
+    if (m.order == LANCEBILL_BY_WORD) return pack_codes<4, LANCEBILL_TABLE4, LANCEBILL_BY_WORD>(m, map, bad);
+    if (m.order == LANCEBILL_BY_COLUMN) return pack_codes<4, LANCEBILL_TABLE4, LANCEBILL_BY_COLUMN>(m, map, bad);
+    return pack_codes<4, LANCEBILL_TABLE4>(m, map, bad);
   }
-  if (codes == LANCEBILL_BYTE) return pack_codes<8, LANCEBILL_BYTE>(*rows, map, bad);
-  if (codes == LANCEBILL_BITS6) return pack_codes<8, LANCEBILL_BITS6>(*rows, map, bad);
-  return pack_codes<8, LANCEBILL_FLOAT8>(*rows, map, bad);
+  if (codes == LANCEBILL_BYTE) return pack_codes<8, LANCEBILL_BYTE>(m, map, bad);
+  if (codes == LANCEBILL_BITS6) return pack_codes<8, LANCEBILL_BITS6>(m, map, bad);
+  return pack_codes<8, LANCEBILL_FLOAT8>(m, map, bad);
 }
 
 int32_t lancebill_pack_groups(const lancebill_rows* rows, int32_t bytes, int32_t record, int32_t gap) {
