@@ -1,8 +1,8 @@
 """Reads projections of one or several experts: the smallest covering slice of each stored tensor, decoded and cut.
 
 Several experts are read and decoded as one value with a leading expert dimension where their scheme allows it, on the
-device of the tensors that the reader returns; otherwise one by one. On a GPU codes stay where they are, if the scheme
-only views them (`Nibbles.apart`): the kernels that pack them find them by their addresses.
+device of the tensors that the reader returns; otherwise one by one. Codes stay where they are, if the scheme only views
+them (`Nibbles.apart`): the kernels that pack them find them by their addresses.
 """
 
 from __future__ import annotations
@@ -108,14 +108,10 @@ def _read_alike(read: Reader, experts: Sequence[Projection], area: Area, spec: Q
 
 
 def _may_stay_apart(codes: Found) -> bool:
-    """Whether these are tensors of several experts, where kernels can read them."""
-    if not isinstance(codes, list) or len(codes) == 1 or not on_gpu(codes[0]):
+    """Whether these are tensors of several experts, as kernels can read them."""
+    if not isinstance(codes, list) or len(codes) == 1:
         return False
     return all(map(Tensor.is_contiguous, codes)) and len({tensor.nbytes for tensor in codes}) == 1
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
 
 
 def _decode_apart(scheme: Scheme, found: Mapping[str, Found], size: Span) -> LogicalWeight | None:

@@ -12,6 +12,8 @@ from lancebill.checkpoint.load.staging import BUFFER_BYTES
 
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+LARGER = 4  # times as many of a large layer on a CPU: Python takes as long for several experts as for one
+CPU_SHARE = 16  # of such a layer's bytes, a slice has at most one in so many
 SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
 WORKING_BYTES = 192 << 20  # of all threads together
@@ -30,8 +32,9 @@ def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
 
 def step_for(plan: LayerPlan, device: torch.device) -> int:
     """How many experts a slice has."""
-    step = _experts_in(plan, SLICE_BYTES[device.type])
-    return min(step, max(1, len(plan.experts) // SHARE)) if device.type == "cuda" else step
+    if device.type == "cuda":
+        return min(_experts_in(plan, SLICE_BYTES["cuda"]), max(1, len(plan.experts) // SHARE))
+    return _experts_in(plan, _cpu_bytes(plan))
 
 
 def read_step(plan: LayerPlan, device: torch.device) -> int:
@@ -55,7 +58,7 @@ def held_step(plan: LayerPlan) -> int:
 
 def workers_for(plan: LayerPlan, slices: int) -> int:
     """Threads of a load to a CPU: as many as torch has, if their working memory allows it; at least two."""
-    each = max(expert_bytes(plan), SLICE_BYTES["cpu"])
+    each = max(expert_bytes(plan), _cpu_bytes(plan))
     return min(slices, max(2, min(torch.get_num_threads(), WORKING_BYTES // each))) or 1
 
 
@@ -63,6 +66,12 @@ def read_ahead(plan: LayerPlan, device: torch.device) -> int:
     """How many slices are read for a GPU, or wait to be packed."""
     buffers = -(-read_step(plan, device) * _packed_bytes(plan) // BUFFER_BYTES) or 1
     return max(FEWEST_AHEAD, (READ_BYTES // BUFFER_BYTES - COPIED) // buffers)
+
+
+def _cpu_bytes(plan: LayerPlan) -> int:
+    """Bytes of a slice on a CPU, as packed."""
+    least, layer = SLICE_BYTES["cpu"], len(plan.experts) * _packed_bytes(plan)
+    return max(least, min(LARGER * least, layer // CPU_SHARE))
 
 
 def _experts_in(plan: LayerPlan, most: int) -> int:
