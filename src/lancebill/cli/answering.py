@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,11 @@ class AnswerOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+
+    def __post_init__(self) -> None:
+        for option, value in (("--temperature", self.temperature), ("--top-p", self.top_p)):
+            if math.isnan(value):  # is in no range, and not outside of one either
+                raise SpecError("not a number", where=option, got=value)
 
     def for_transformers(self) -> dict[str, Any]:
         chosen: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}

@@ -41,10 +41,13 @@ def chat(
 ) -> None:
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
-        path = ui.located(path, revision, as_json=False)
+        wanted = AnswerOptions(tokens, temperature, top_p, top_k)
+        ui.check_path(path, as_json=False)
         chosen: dict[str, Any] = {"weights": models.with_rest(weights, rest), "activations": activations}
         chosen |= {"backend": backend, "device": device, "dtype": dtype}
         chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
+        models.check_options(**chosen)
+        path = ui.located(path, revision, as_json=False)
         model, tokenizer = models.load(path, **chosen)
         if tokenizer.chat_template is None:
             raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")
@@ -52,7 +55,7 @@ def chat(
         models.announce(path, model, out)
         out.print(f"[dim]{HELP}[/]")
         opening = [] if system is None else [{"role": "system", "content": system}]
-        _talk(Answering(model, tokenizer, seed), opening, AnswerOptions(tokens, temperature, top_p, top_k))
+        _talk(Answering(model, tokenizer, seed), opening, wanted)
 
 
 def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOptions) -> None:
@@ -63,7 +66,7 @@ def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOpt
         if line == "/clear":
             messages = list(opening)
             continue
-        if re.fullmatch(r"/\w*", line.split()[0]):
+        if re.fullmatch(r"/\w*", line):
             out.print(f"no such command: {escape(line)}; {HELP}")
             continue
         messages.append({"role": "user", "content": line})

@@ -55,17 +55,18 @@ def evaluate(
 ) -> None:
     """Measure perplexity and exact match of variants of a model; test each against the first variant."""
     with ui.reported(as_json):
-        path = ui.located(path, revision, as_json)
         if text is None and questions is None:
             raise SpecError("nothing to evaluate on", hint="give --text, --questions, or both")
         for file in filter(None, (text, questions, examples)):
             ui.existing(file, as_json)
+        ui.check_path(path, as_json)
+        chosen = _checked(variants or ["stored"], device, dtype)
+        path = ui.located(path, revision, as_json)
         with _answer_log(answers) as log:
             options: dict[str, Any] = {
                 "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
                 "batch": batch, "on_answer": log,
             }  # fmt: skip
-            chosen = variants or ["stored"]
             rows = _evaluate_variants(path, chosen, text, questions, examples, shots, limit, device, dtype, options)
     if as_json:
         given = {"text": text, "questions": questions, "examples": examples}
@@ -77,9 +78,24 @@ def evaluate(
         _show(rows, ui.console())
 
 
+def _checked(variants: list[str], device: str, dtype: str) -> list[Variant]:
+    """The variants; raises for a wrong one before a model is downloaded or loaded."""
+    from lancebill.evaluate.run import Variant
+
+    parsed = [Variant.parse(variant) for variant in variants]
+    for variant in parsed:
+        models.check_options(device=device, dtype=dtype, **_options(variant))
+    return parsed
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    weights = models.with_rest(variant.weights, variant.rest)
+    return {"weights": weights, "activations": variant.activations, "backend": variant.backend}
+
+
 def _evaluate_variants(
     path: Path,
-    variants: list[str],
+    variants: list[Variant],
     text: Path | None,
     questions: Path | None,
     examples: Path | None,
@@ -90,15 +106,12 @@ def _evaluate_variants(
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
     from lancebill.evaluate.questions import read_questions, read_text
-    from lancebill.evaluate.run import Variant
     from lancebill.evaluate.run import evaluate as evaluate_model
 
     loaded: list[dict[str, Any]] = []
 
     def load(variant: Variant) -> tuple[Any, Any]:
-        weights = models.with_rest(variant.weights, variant.rest)
-        chosen = {"weights": weights, "activations": variant.activations, "backend": variant.backend}
-        model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
+        model, tokenizer = models.load(path, device=device, dtype=dtype, **_options(variant))
         if body is not None:
             _check_window(model, tokenizer, body, options)
         models.announce(path, model, ui.console(error=True))
@@ -108,10 +121,9 @@ def _evaluate_variants(
     test_questions = read_questions(questions)[:limit] if questions is not None else []
     few_shot = read_questions(examples)[:shots] if examples is not None else []
     body = None if text is None else read_text(text)
-    parsed = [Variant.parse(variant) for variant in variants]
     with ui.progress("evaluating", 0) as advance:
         results = evaluate_model(
-            load, parsed, text=body, questions=test_questions, examples=few_shot, progress=advance, **options
+            load, variants, text=body, questions=test_questions, examples=few_shot, progress=advance, **options
         )
     for result, description in zip(results, loaded):
         result.how = description

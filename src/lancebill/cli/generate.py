@@ -41,14 +41,17 @@ def generate(
 ) -> None:
     """Answer a prompt, token by token, and show tokens per second."""
     with ui.reported(as_json):
-        path = ui.located(path, revision, as_json)
+        wanted = AnswerOptions(tokens, temperature, top_p, top_k)
+        ui.check_path(path, as_json)
         chosen: dict[str, Any] = {"weights": models.with_rest(weights, rest), "activations": activations}
         chosen |= {"backend": backend, "device": device, "dtype": dtype}
         chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
+        models.check_options(**chosen)
+        path = ui.located(path, revision, as_json)
         model, tokenizer = models.load(path, **chosen)
         if not as_json:
             models.announce(path, model, ui.console(error=True))
-        answering, wanted = Answering(model, tokenizer, seed), AnswerOptions(tokens, temperature, top_p, top_k)
+        answering = Answering(model, tokenizer, seed)
         if prompt is not None:
             answers = [_answer(answering, prompt, raw, as_json, wanted)]
         else:

@@ -39,7 +39,9 @@ GpuMemory = Annotated[
 ]
 GpuExperts = Annotated[
     int | None,
-    typer.Option("--gpu-experts", min=0, help="Likewise: so many experts of each layer on the GPU."),
+    typer.Option(
+        "--gpu-experts", min=0, help="Likewise: so many experts of each layer on the GPU, or all of a smaller layer."
+    ),
 ]
 Moves = Annotated[
     str,
@@ -63,10 +65,9 @@ def with_rest(weights: str | None, rest: str | None) -> Any:
 
 
 def load(path: Path, **options: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer, with a progress bar of our own."""
+    """The model and its tokenizer, with a progress bar of our own. The options were checked before."""
     from lancebill import from_pretrained
 
-    check_options(**options)
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -101,7 +102,7 @@ def check_options(
     moves: str = "off",
     cpu_threads: int | None = None,
 ) -> None:
-    """Raise for what is wrong, before transformers is imported; what needs no torch comes before torch.
+    """Raise for what is wrong, before a model is downloaded; what needs no torch comes before torch.
 
     Whoever asks in a command for a split expects a GPU to be used.
     """
@@ -111,7 +112,8 @@ def check_options(
     if dtype not in DTYPES:
         raise SpecError("this dtype is not supported", where="--dtype", expected=" or ".join(DTYPES), got=dtype)
     if on_cpu and (gpu_memory is not None or gpu_experts is not None):
-        raise SpecError("memory and moves of experts are for a model on a GPU", got=f"device '{device}'")
+        what, where = "this is for a model on a GPU", "--gpu-experts" if gpu_memory is None else "--gpu-memory"
+        raise SpecError(what, where=where, got=f"device '{device}'", hint="--device cuda")
     from lancebill.backends import oracle
     from lancebill.layer.check_split import check_split
     from lancebill.layer.rules import CHECKPOINT, split_rest
@@ -157,23 +159,18 @@ def small_steps(model: Any) -> Any:
 
 def announce(path: Path, model: Any, out: Console) -> None:
     """Print the size of the experts and the backend of each layer."""
+    from lancebill.split.host_calls import host_threads
+
     kinds: dict[str, list[int]] = {}
     for report in model.lancebill_reports():
         kinds.setdefault(_layer_kind(report), []).append(report.layer)
     size = sum(report.bytes for report in model.lancebill_reports())
     host = sum(report.host_bytes for report in model.lancebill_reports())
-    more = f", {ui.size(host)} more in host memory ({_host_threads(model)})" if host else ""
+    more = f", {ui.size(host)} more in host memory ({host_threads()})" if host else ""
     out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts{more}", soft_wrap=True)
     for kind, layers in kinds.items():
         out.print(f"  layers {ranges(layers)}: {escape(kind)}", soft_wrap=True)
     out.print(f"  what is not quantised: {model.lancebill_rest.computes}", soft_wrap=True)
-
-
-def _host_threads(model: Any) -> str:
-    """What computes the experts in host memory: threads of our own beside a GPU, else torch's number."""
-    from lancebill.split.host_calls import host_threads
-
-    return "computed by the CPU" if model.device.type == "cpu" else str(host_threads())
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lancebill.cli.engines import Engine, EngineOption, chosen_engine
 from lancebill.errors import SpecError
 
 STOP_SECONDS = 1.0  # for the step under way when the server ends
+DEFAULTS = {"backend": "auto", "moves": "off"}  # those of the other options are None
 
 
 def serve(
@@ -56,40 +57,50 @@ def serve(
         if api_key is not None and not api_key.strip():
             raise SpecError("the key is empty", where="--api-key", hint="without --api-key the server needs none")
         model_name = name or (path.resolve().name if path.exists() else str(path))
-        path = ui.located(path, revision, as_json=False)
+        ui.check_path(path, as_json=False)
         chosen, line = chosen_engine(engine, device)
         ui.console(error=True).print(line, soft_wrap=True)
         given = {"backend": backend, "order": order, "gpu_memory": gpu_memory, "gpu_experts": gpu_experts}
         given |= {"moves": moves, "cpu_threads": cpu_threads, "weights": weights, "activations": activations}
-        options = {name: value for name, value in given.items() if value not in (None, "auto", "off")}
+        options = {name: value for name, value in given.items() if value is not None and value != DEFAULTS.get(name)}
         if chosen is Engine.vllm:
             if rest is not None:
                 raise SpecError("only the transformers engine takes this", got="--rest", hint="--engine transformers")
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
             words += [] if api_key is None else ["--api-key", api_key]
-            _serve_with_vllm(path, options, [*words, *context.args])
+            _serve_with_vllm(path, revision, options, [*words, *context.args])
         elif context.args:
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
             options |= {"device": device or "cpu", "dtype": dtype, "weights": models.with_rest(weights, rest)}
-            _serve_with_transformers(path, host, port, model_name, length, api_key, options)
+            _serve_with_transformers(path, revision, host, port, model_name, length, api_key, options)
 
 
-def _serve_with_vllm(path: Path, options: dict[str, Any], words: list[str]) -> None:
+def _serve_with_vllm(path: Path, revision: str | None, options: dict[str, Any], words: list[str]) -> None:
     """Become vLLM's server: signals and the exit code are its own."""
     from lancebill.integrations.vllm.server import server_start
 
-    start = server_start(str(path), options, words)
+    server_start(str(path), options, words)  # raises for wrong options before a model is downloaded
+    start = server_start(str(ui.located(path, revision, as_json=False)), options, words)
     os.execve(start.command[0], start.command, start.environment())
 
 
 def _serve_with_transformers(
-    path: Path, host: str, port: int, name: str, length: int | None, api_key: str | None, options: dict[str, Any]
+    path: Path,
+    revision: str | None,
+    host: str,
+    port: int,
+    name: str,
+    length: int | None,
+    api_key: str | None,
+    options: dict[str, Any],
 ) -> None:
     from lancebill.serving.listen import bind_addresses, make_server
 
+    models.check_options(**options)
     sockets = bind_addresses(host, port)  # before anything slow
+    path = ui.located(path, revision, as_json=False)
     model, tokenizer = models.load(path, **options)
     from lancebill.serving.start import start
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from lancebill.cli import bench_serve, chat, models
+from lancebill.cli import bench_serve, chat, models, serve
 from lancebill.cli.answering import AnswerOptions
+from lancebill.cli.main import app
 from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.evaluate.run import Variant
 from lancebill.layer.recipe import UNQUANTISED
@@ -61,8 +64,48 @@ def test_unknown_commands_are_not_sent_to_the_model(
         return "yes"
 
     monkeypatch.setattr(chat, "_answer", answer)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n/temp 2\n/etc/hosts is a file\nhello\n/quit\nlost\n"))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("/help\n/tmp is full, why?\n/etc/hosts is a file\nhello\n/quit\nlost\n")
+    )
     chat._talk(object(), [], AnswerOptions(5))  # type: ignore[arg-type]  # nobody answers
-    assert asked == ["/etc/hosts is a file", "hello"]
+    assert asked == ["/tmp is full, why?", "/etc/hosts is a file", "hello"]
     said = capsys.readouterr().err
     assert "no such command: /help" in said and "/clear" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "owner/name", "x", "--weights", "int99"], "int99"),
+        (["generate", "owner/name", "x", "--gpu-memory", "20GiB"], "--gpu-memory got device 'cpu' hint --device cuda"),
+        (["chat", "owner/name", "--backend", "none"], "no backend is called"),
+        (["serve", "owner/name", "--engine", "transformers", "--gpu-experts", "4"], "where --gpu-experts"),
+        (["serve", "owner/name", "--engine", "transformers", "--gpu-memory", "off"], "where --gpu-memory"),
+        (["serve", "owner/name", "--engine", "transformers", "--activations", "auto"], "auto"),
+        (["serve", "owner/name", "--engine", "transformers", "--order", "auto"], "no such order"),
+        (["eval", "owner/name", "--text", __file__, "--variant", "stored", "--variant", "int99"], "int99"),
+        (["eval", "owner/name", "--text", __file__, "--variant", "stored", "--variant", "a/b/c/d/e"], "the variant"),
+    ],
+)
+def test_wrong_options_are_found_before_a_download(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lancebill.checkpoint.read.hub.local_path", lambda *_: pytest.fail("downloads"))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+
+
+def test_answer_options_are_numbers() -> None:
+    for wrong, option in (({"temperature": math.nan}, "--temperature"), ({"top_p": math.nan}, "--top-p")):
+        with pytest.raises(SpecError, match=f"{option}: not a number"):
+            AnswerOptions(5, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_server_passes_on_all_but_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    passed: list[dict[str, Any]] = []
+    monkeypatch.setattr(serve, "_serve_with_transformers", lambda *given: passed.append(given[-1]))
+    words = ["serve", str(tmp_path), "--engine", "transformers"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "--backend", "auto", "--moves", "off", "--order", "off"]).exit_code == 0
+    usual = {"device": "cpu", "dtype": "auto", "weights": None}
+    assert passed == [usual, {**usual, "order": "off"}]

@@ -96,6 +96,9 @@ def test_serve_becomes_the_server_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert additional(started[1])["lancebill"] == expected
     assert CliRunner().invoke(app, ["serve", str(tmp_path), "--gpu-experts", "4"]).exit_code == 0
     assert additional(started[2])["lancebill"]["gpu_experts"] == 4
+    with monkeypatch.context() as offline:
+        offline.setattr("lancebill.checkpoint.read.hub.local_path", lambda *_: pytest.fail("downloads"))
+        assert CliRunner().invoke(app, ["serve", "owner/name", "--weights", "off"]).exit_code == 2
     refused = CliRunner().invoke(app, [*words, "--engine", "transformers", "--tensor-parallel-size", "2"])
     assert refused.exit_code == 2
 
