@@ -54,7 +54,7 @@ def _layer(row: Row) -> tuple[str, str]:
 
 def _title(file: ResultFile) -> str:
     machine = file.record["machine"]
-    low_high = " to ".join(f"{rate:.0f}" for rate in sorted(machine["read_gbs"]))
+    low_high = " to ".join(dict.fromkeys(f"{rate:.0f}" for rate in sorted(machine["read_gbs"])))
     return (
         f"{file.machine_title}, {machine['threads']} threads; memory is read at {low_high} GB/s, "
         f"PCIe copies {machine['wire_gbs']:.0f} GB/s; {links(file.name)}."
@@ -156,19 +156,43 @@ def _growth(before: Row, after: Row) -> str:
 
 
 def pack() -> str:
-    pages = []
-    for file in newest_files("pack"):
-        rows = [
-            (row["case"], row["source"], f"{row['bytes_per_s'] / 1e9:.0f}", f"{100 * row['copy_share']:.1f} %",
-             f"{row['seconds'] * 1e3:.0f}", f"{row['peak_bytes'] / 2**20:,.0f}")
-            for row in file.record["results"]
-        ]  # fmt: skip
-        head = ("stored as", "from", "GB/s", "of the copy rate", "ms", "MiB beside the result")
-        size = file.record["results"][0]["packed_bytes"] / 1e9
-        pinned = file.record.get("pinned_copy_bytes_per_s")
-        what = (
-            f" The copy rate of pinned memory is that of copies from there, {pinned / 1e9:.0f} GB/s." if pinned else ""
-        )
-        note = f"A layer of {size:.1f} GB on {file.machine_title}, all experts.{what} {links(file.name)}"
-        pages.append(markdown_table(head, rows, note))
-    return "\n".join(pages)
+    return "\n".join(
+        (_pack_on_gpu if "gpu" in file.record["machine"] else _pack_on_cpu)(file) for file in newest_files("pack")
+    )
+
+
+def _pack_on_gpu(file: ResultFile) -> str:
+    rows = [
+        (row["case"], row["source"], f"{row['bytes_per_s'] / 1e9:.0f}", f"{100 * row['copy_share']:.1f} %",
+         f"{row['seconds'] * 1e3:.0f}", f"{row['peak_bytes'] / 2**20:,.0f}")
+        for row in file.record["results"]
+    ]  # fmt: skip
+    head = ("stored as", "from", "GB/s", "of the copy rate", "ms", "MiB beside the result")
+    pinned = file.record["pinned_copy_bytes_per_s"] / 1e9
+    what = f"The copy rate of pinned memory is that of copies from there, {pinned:.0f} GB/s."
+    return markdown_table(head, rows, f"{_packed_layer(file)} {what} {links(file.name)}")
+
+
+def _pack_on_cpu(file: ResultFile) -> str:
+    """A row for each case: from memory and from files, with each number of threads."""
+    found: dict[str, dict[tuple[str, int], Row]] = {}
+    for row in file.record["results"]:
+        found.setdefault(row["case"], {})[row["source"], row["threads"]] = row
+    ways = sorted({way for rows in found.values() for way in rows}, key=lambda way: (way[0] != "memory", way[1]))
+    head = ["stored as", *(f"{source}, {_threads(count)}" for source, count in ways)]
+    rows = [
+        (case, *(f"{each[way]['bytes_per_s_core'] / 1e9:.2f} ({each[way]['bytes_per_s'] / 1e9:.1f})" for way in ways))
+        for case, each in found.items()
+    ]
+    copied = file.record["copy_bytes_per_s"] / 1e9
+    what = f"GB/s for each second of a core (GB/s; a load has two threads at least). A core copies {copied:.1f} GB/s."
+    return markdown_table(head, rows, f"{_packed_layer(file)} {what} {links(file.name)}")
+
+
+def _packed_layer(file: ResultFile) -> str:
+    size = file.record["results"][0]["packed_bytes"] / 1e9
+    return f"A layer of {size:.1f} GB on {file.machine_title}, all experts."
+
+
+def _threads(count: int) -> str:
+    return f"{count} threads" if count > 1 else "1 thread"

@@ -79,15 +79,15 @@ def test_both_ways_are_taken_where_they_were_faster_than_one(batch: Recorded) ->
 def test_estimates_are_what_was_measured() -> None:
     """All missing experts on the CPU, all copied, and as planned.
 
-    The CPU's rate changes from second to second; it is measured beside copies, and extrapolated beyond 136 tokens of an
-    expert. Where it was estimated 1.5 times too slow, the CPU got no expert.
+    The CPU's rate changes from second to second, and is extrapolated beyond 136 tokens of an expert.
     """
     cpu, copied, planned = list[float](), list[float](), list[float]()
     for batch in recorded():
         row, ways = batch.row, batch.choose()
-        cpu.append(batch.cpu_estimate(row["on_cpu"] + row["copied"]) / row["cpu_us"])
+        if row["on_cpu"]:
+            cpu.append(batch.cpu_estimate(row["on_cpu"] + row["copied"]) / row["cpu_us"])
         copied.append(ways.copied_us / row["copied_us"])
         planned.append(ways.estimate_us / row["prefill_us"])
-    assert 0.9 < median(cpu) < 1.1 and 0.85 < min(cpu) <= max(cpu) < 1.6, cpu
+    assert 0.9 < median(cpu) < 1.1 and 0.85 < min(cpu) <= max(cpu) < 1.3, cpu
     assert 0.98 < median(copied) < 1.04 and 0.96 < min(copied) <= max(copied) < 1.05, copied
     assert 0.97 < median(planned) < 1.03 and 0.9 < min(planned) <= max(planned) < 1.05, planned
