@@ -49,6 +49,7 @@ inline void interleave(Bytes a, Bytes b, Bytes& low, Bytes& high) {
 // The even and the odd elements of a, of `kSize` bytes each, followed by those of b.
 template <int kSize>
 inline void separate(Bytes a, Bytes b, Bytes& even, Bytes& odd) {
+  static_assert(kSize == 1 || kSize == 4, "the shuffles below");
   if (kSize == 1) {
     even = LANCEBILL_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     odd = LANCEBILL_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);

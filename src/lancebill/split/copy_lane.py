@@ -14,7 +14,7 @@ from lancebill.jit import driver
 from lancebill.split.streamed import BUFFERS
 
 _pinned: dict[int, bool] = {}  # by address, whether copies read the memory in place
-_one_at_a_time = threading.Lock()  # the driver locks pages once: the second thread would be told that it cannot
+_locking = threading.Lock()  # the driver locks pages once: the second thread would be told that it cannot
 _LANES: list[CudaLane] = []  # of this process
 
 
@@ -70,7 +70,7 @@ def pin_in_place(tensor: Tensor) -> bool:
     if size == 0:
         return True
     if address not in _pinned:
-        with _one_at_a_time:
+        with _locking:
             _pin(tensor, address, size)
     return _pinned[address]
 

@@ -155,9 +155,9 @@ class CpuLayout(Layout):
     def _write_codes(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight, out: Tensor) -> None:
         """Codes in the kernels' numbering and order; rejects NaN and infinite ones."""
         kind, dtype = form.values.codes, shape.spec.dtype
-        maps, bits = _code_maps(dtype), 4 if isinstance(weight.stored, Nibbles) else 8
+        maps = _code_maps(dtype)
         valid = pack_codes(
-            weight.stored, out, self.padded(shape), kind, bits=bits, gated=self._gated(shape),
+            weight.stored, out, self.padded(shape), kind, gated=self._gated(shape),
             codes_of=None if maps is None else maps[0], invalid=_invalid_codes(dtype),
         )  # fmt: skip
         if valid is False:

@@ -18,7 +18,9 @@
 namespace lancebill {
 namespace {
 
-constexpr int kMostInShorts = 31;  // table entries whose products with bytes are summed in 16 bits
+// Table entries whose products with bytes are summed in 16 bits: those of 16 columns, two at a time, are at most
+// 4 * 2 * 31 * 128. Of 4-bit integers so are those of 32 columns: 8 * 2 * 15 * 128.
+constexpr int kMostInShorts = 31;
 
 // Whether an entry of the table takes two bytes.
 template <class V>

@@ -169,7 +169,7 @@ class CodePacker {
   static constexpr int kTileBytes = (kCodes == LANCEBILL_BITS6 ? 48 : 64) * kUnits;
 
   Strip find_strip(int64_t expert, int64_t strip) const {
-    Strip found;
+    Strip found = {};
     found.whole = true;
     for (int r = 0; r < kRows; r++) {
       found.rows[r] = find_row(m_, expert, strip * kRows + r);

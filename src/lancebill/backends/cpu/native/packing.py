@@ -40,12 +40,11 @@ def pack_codes(
     padded: tuple[int, int],
     kind: Codes,
     *,
-    bits: int,
     gated: bool,
     codes_of: Tensor | None = None,
     invalid: bytes = b"",
 ) -> bool | None:
-    """Codes [..., n, k] of 8 bits, or of 4, into `out`; whether all of them are valid. None if there is no library, or
+    """Codes [..., n, k] in bytes or nibbles into `out`; whether all of them are valid. None if there is no library, or
     it cannot read or write these tensors.
 
     `codes_of` translates codes; `invalid` are codes that the kernels do not support.
@@ -55,6 +54,7 @@ def pack_codes(
         return None
     native, struct, _ = call
     table = c_void_p(None if codes_of is None else codes_of.data_ptr())
+    bits = 4 if isinstance(codes, Nibbles) else 8
     status = native.calls.lancebill_pack_codes(ctypes.byref(struct), bits, int(kind), table, invalid, len(invalid))
     if status not in (0, _INVALID):
         native.raise_status(status)

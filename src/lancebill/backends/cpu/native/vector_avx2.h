@@ -43,15 +43,13 @@ struct Avx2 {
 #else
   static constexpr int rows = 3;
   static constexpr bool prefetch_twice = false;
-  // vpmaddubsw adds two products in 16 bits, which cannot saturate with 7-bit codes only.
+  // vpmaddubsw adds two products in 16 bits, which is exact for codes of at most seven bits.
   static constexpr bool split_bytes = true;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
     const __m256i inputs = broadcast4(x);
     return each<I32>([&](int i) { return widened(sum.part[i], _mm256_maddubs_epi16(codes.part[i], inputs), 1); });
   }
 
-  // The products of 16 columns are summed in 16 bits with codes up to 31, since 4 * 2 * 31 * 128 fits; those of 32
-  // columns with codes up to 15.
   static constexpr bool short_sums = true;
   static Codes short_products(Codes codes, const int8_t* x) {
     const __m256i inputs = broadcast4(x);

@@ -39,7 +39,7 @@ struct Avx512 {
 #else
   // A sum has as many registers for its 16-bit sums.
   static constexpr int blocks_at_once(int sums) { return sums <= 3 ? 4 : sums <= 8 ? 2 : 1; }
-  // vpmaddubsw adds two products in 16 bits, which cannot saturate with 7-bit codes only.
+  // vpmaddubsw adds two products in 16 bits, which is exact for codes of at most seven bits.
   static constexpr bool split_bytes = true;
   static constexpr bool short_sums = true;
   static constexpr bool whole_bytes = false;
