@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,13 +20,13 @@ from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
-from lancebill.layer.check_split import check_host, check_split
+from lancebill.layer.check_split import check_layer
 from lancebill.moe.device import Device, parse_device
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.problem import Problem
 from lancebill.moe.simulation import Simulation
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.split.host_calls import use_host_threads
+from lancebill.split.host_calls import host_threads, use_host_threads
 from lancebill.split.host_threads import HostThreads
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
@@ -44,15 +45,11 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def check_placement(setup: BenchSetup) -> None:
     """Raise if the layer cannot be split as asked."""
-    problem = setup.problem()
-    check_split(None, setup.split, setup.moves, setup.cpu_threads, order=setup.order)
-    if setup.split is None:
-        return
-    if setup.split > problem.experts:
-        what = "the layer does not have so many experts"
-        raise SpecError(what, where="--split", expected=f"0 to {problem.experts}", got=setup.split)
-    if setup.split < problem.experts and parse_device(setup.device).kind != "cpu":
-        check_host(problem)
+    device = parse_device(setup.device)
+    check_layer(setup.problem(), device, setup.split, setup.moves, setup.cpu_threads, where="--split")
+    if setup.cpu_threads is not None and device.kind == "cpu":
+        what = "these threads compute experts in host memory beside a GPU"
+        raise SpecError(what, where="--cpu-threads", got=f"device '{device}'", hint="--threads sets those of a CPU")
 
 
 def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
@@ -63,16 +60,24 @@ def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
     if setup.host and device.kind == "cpu":
         raise SpecError("host time is only measured for layers on a GPU", where="--host", got=device)
     check_placement(setup)
-    if setup.cpu_threads is not None:
-        use_host_threads(HostThreads.choose(setup.cpu_threads))
     choices = [oracle.select(problem, device, name) for name in setup.backends]
-    threads_before = torch.get_num_threads()
+    with _threads(setup):
+        return _measure(replace(setup, peers=names), device, problem, choices, log)
+
+
+@contextmanager
+def _threads(setup: BenchSetup) -> Iterator[None]:
+    """The numbers of threads that were asked for, until the end of the block."""
+    threads_before, host_before = torch.get_num_threads(), host_threads()
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
+    if setup.cpu_threads is not None:
+        use_host_threads(HostThreads.choose(setup.cpu_threads))
     try:
-        return _measure(replace(setup, peers=names), device, problem, choices, log)
+        yield
     finally:
         torch.set_num_threads(threads_before)
+        use_host_threads(host_before)
 
 
 def _local_device(name: str) -> Device:

@@ -117,23 +117,18 @@ def _split(choice: Choice, gpu_experts: int | None, moves: str, tokens: int) -> 
 
     At assumed rates: a layer on a GPU measures those of its machine.
     """
-    from lancebill.layer.check_split import check_host, check_split
+    from lancebill.layer.check_split import check_layer
     from lancebill.split.moves import OFF
     from lancebill.split.reuse import break_even
     from lancebill.split.ways import ASSUMED
 
     problem = choice.problem
-    check_split(None, gpu_experts, moves, None, order=problem.order)
+    check_layer(problem, choice.device, gpu_experts, moves, where="--gpu-experts")
     if gpu_experts is None:
         return None, None
     if choice.device.kind == "cpu":
-        raise SpecError("experts are split between a GPU and the CPU", where="--device", got=choice.device)
-    least, most = (0, problem.experts) if moves == OFF else (1, problem.experts - 1)
-    if not least <= gpu_experts <= most:
-        what = "the layer does not have so many experts" if moves == OFF else "experts move only between two parts"
-        raise SpecError(what, where="--gpu-experts", expected=f"{least} to {most}", got=gpu_experts)
-    if gpu_experts < problem.experts:
-        check_host(problem)
+        what, hint = "experts are split between a GPU and the CPU", "--device sm_90"
+        raise SpecError(what, where="--device", got=choice.device, hint=hint)
     pays = None if moves == OFF else break_even(gpu_experts / problem.experts, ASSUMED)
     return _ways(problem, problem.experts - gpu_experts, tokens), pays
 

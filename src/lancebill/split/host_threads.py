@@ -32,11 +32,9 @@ class HostThreads:
     @classmethod
     def choose(cls, count: int | None = None) -> HostThreads:
         """`count` threads of this machine; by default one for each physical core of a socket but two."""
-        allowed = _allowed()
-        if count is not None and (type(count) is not int or not 1 <= count <= len(allowed)):
-            what, most = "the CPU's part needs a thread, and not more than there are CPUs", len(allowed)
-            raise SpecError(what, where="cpu_threads", expected=f"1 to {most}", got=repr(count))
-        cpus = physical_cores(TOPOLOGY, allowed)
+        if count is not None:
+            check_threads(count)
+        cpus = physical_cores(TOPOLOGY, _allowed())
         most = min(len(cpus), allowed_by_quota(QUOTA) or len(cpus))
         chosen = max(1, most - (_FREE if most > _MANY else 1)) if count is None else count
         return cls(chosen, cpus if chosen <= len(cpus) else ())
@@ -44,6 +42,14 @@ class HostThreads:
     def __str__(self) -> str:
         where = "the cores of one socket" if self.cpus else "all CPUs"
         return f"{self.count} thread{'s' * (self.count != 1)} on {where}"
+
+
+def check_threads(count: int) -> None:
+    """Raise if experts in host memory cannot have so many threads. Does not read which CPUs are cores."""
+    most = len(_allowed())
+    if type(count) is not int or not 1 <= count <= most:
+        what = "the CPU's part needs a thread, and not more than there are CPUs"
+        raise SpecError(what, where="cpu_threads", expected=f"1 to {most}", got=repr(count))
 
 
 def physical_cores(topology: Path, allowed: Collection[int]) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from lancebill.errors import SpecError
 
 _UNITS = {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
-_LEAST = 2**20  # a text without a unit that says less is hardly meant as bytes
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
+_LEAST = 2**20  # a text without a unit that says less is hardly meant as bytes
 
 
 @dataclass(frozen=True)

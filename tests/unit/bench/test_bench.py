@@ -22,7 +22,7 @@ from lancebill.backends.base import Plan
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.backends.reference import Reference
 from lancebill.bench import ceilings as rates
-from lancebill.bench import peers, timing, workload
+from lancebill.bench import peers, run, timing, workload
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import check_output, expected_rows
 from lancebill.bench.first_forward import FirstForward, first_forward
@@ -40,6 +40,8 @@ from lancebill.moe.layout import Packed, PlainLayout
 from lancebill.moe.model_shapes import Shape, parse_shape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
+from lancebill.split import host_calls
+from lancebill.split.host_threads import HostThreads
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 CPU = torch.device("cpu")
@@ -468,8 +470,10 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--order", "slow"),
         ("--moves", "recency"),
         ("--split", "99"),
+        ("--split", "99", "--moves", "recency"),
         ("--cpu-threads", "1"),
         ("--split", "1", "--cpu-threads", "5000"),
+        ("--split", "1", "--cpu-threads", "1"),
         ("--first-forward", "--split", "1"),
         ("--first-forward", "--split", "1", "--moves", "nonsense"),
         ("--peers", "vllm"),
@@ -484,6 +488,17 @@ def test_usage_errors(words: tuple[str, ...]) -> None:
     result = lancebill(*WORDS, *words)
     assert result.exit_code == USAGE
     assert "measuring" not in result.stderr
+
+
+def test_threads_are_as_before_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[tuple[int, HostThreads]] = []
+    threads, host = torch.get_num_threads(), HostThreads(2)
+    monkeypatch.setattr(host_calls, "_THREADS", [host])
+    monkeypatch.setattr(run, "check_placement", lambda setup: None)
+    monkeypatch.setattr(run, "_measure", lambda *_: during.append((torch.get_num_threads(), host_calls.host_threads())))
+    run_benchmark(BenchSetup(SHAPE, "mxfp4", threads=1, split=1, cpu_threads=1))
+    assert during == [(1, HostThreads.choose(1))]
+    assert (torch.get_num_threads(), host_calls.host_threads()) == (threads, host)
 
 
 def test_the_text_says_what_is_split() -> None:

@@ -277,7 +277,10 @@ def test_the_guides_backend_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "cpu", "--gpu-experts", "64"], "split between a GPU and the CPU"),
+        (
+            ["--device", "cpu", "--gpu-experts", "64"],
+            "split between a GPU and the CPU where --device got cpu hint --device sm_90",
+        ),
         (["--gpu-experts", "999"], "expected 0 to 128 got 999"),
         (["--gpu-experts", "64", "--weights", "bf16"], "need the CPU kernels"),
         (["--gpu-experts", "0", "--moves", "recency"], "expected 1 to 127 got 0"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lancebill.errors import NotEnoughMemory, SpecError
+from lancebill.layer.check_split import check_split
 from lancebill.split import host_threads
 from lancebill.split.gpu_queues import pinned
 from lancebill.split.host_threads import HostThreads
@@ -64,6 +65,8 @@ def test_the_hosts_part_needs_a_thread_and_memory_that_a_gpu_sees(monkeypatch: p
         HostThreads.choose(9)
     assert str(HostThreads.choose(4)) == "4 threads on the cores of one socket"
     assert str(HostThreads.choose(5)) == "5 threads on all CPUs"
+    monkeypatch.setattr(host_threads, "physical_cores", lambda topology, allowed: pytest.fail("reads the topology"))
+    check_split(None, 1, "off", 8)
     if not torch.cuda.is_available():
         with pytest.raises(NotEnoughMemory, match="no pinned host memory"):
             pinned(64, capturing=False)

@@ -153,8 +153,8 @@ def from_pretrained(
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
-        options = replace(options, gpu_memory=gpu_memory, gpu_experts=gpu_experts)
-        options = replace(options, moves=moves, cpu_threads=cpu_threads)
+        split = {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
+        options = replace(options, **split)  # type: ignore[arg-type]
     experts = _experts(config, checkpoint, options)
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
     model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)

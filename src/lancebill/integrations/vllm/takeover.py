@@ -184,12 +184,12 @@ class Takeover:
     def _with_settings(self, options: LoadOptions) -> LoadOptions:
         s = self.settings
         changed = replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
-        if s.gpu_experts is None and parse_device(options.device).kind == "cpu":
+        on_cpu = parse_device(options.device).kind == "cpu"
+        if s.gpu_experts is None and (s.gpu_memory is None or on_cpu):
             return changed  # a CPU has the memory of all experts
-        changed = replace(changed, gpu_memory=s.gpu_memory, gpu_experts=s.gpu_experts)
-        if s.gpu_memory is None and s.gpu_experts is None:
-            return changed
-        return replace(changed, moves=s.moves, cpu_threads=s.cpu_threads or shared_threads(options.placement))
+        threads = s.cpu_threads or shared_threads(options.placement)
+        split = {"gpu_memory": s.gpu_memory, "gpu_experts": s.gpu_experts, "moves": s.moves, "cpu_threads": threads}
+        return replace(changed, **split)  # type: ignore[arg-type]
 
     def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
