@@ -12,7 +12,7 @@ from lancebill.split.split import check_count, parse_bytes
 
 CPU_KERNELS = "cpu"  # the backend that computes experts in host memory beside a GPU: it calls no Python
 SPLIT_BY = "split by gpu_memory or gpu_experts; bench: by --split"
-QUANTISE = "weights= or --weights quantises them while they load, to int8 for example"
+QUANTISE = "--weights or weights= quantises them while they load, to int8 for example"
 
 
 def check_split(
