@@ -135,9 +135,8 @@ def from_pretrained(
     the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
     `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU, `gpu_experts` those of each layer: the others stay in
     host memory, computed by `cpu_threads` threads of the CPU (docs/hybrid.md). `moves` "recency" keeps those on the
-    GPU that were used last. `progress` is called with the bytes
-    of experts packed so far and in all. Other keywords are passed to transformers' `from_pretrained`
-    (attn_implementation, ...).
+    GPU that were used last. `progress` is called with the bytes of experts packed so far and in all. Other keywords are
+    passed to transformers' `from_pretrained` (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -153,8 +152,7 @@ def from_pretrained(
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
-        split = {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
-        options = replace(options, **split)  # type: ignore[arg-type]
+        options = replace(options, gpu_memory=gpu_memory, gpu_experts=gpu_experts, moves=moves, cpu_threads=cpu_threads)
     experts = _experts(config, checkpoint, options)
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
     model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)

@@ -188,8 +188,7 @@ class Takeover:
         if s.gpu_experts is None and (s.gpu_memory is None or on_cpu):
             return changed  # a CPU has the memory of all experts
         threads = s.cpu_threads or shared_threads(options.placement)
-        split = {"gpu_memory": s.gpu_memory, "gpu_experts": s.gpu_experts, "moves": s.moves, "cpu_threads": threads}
-        return replace(changed, **split)  # type: ignore[arg-type]
+        return replace(changed, gpu_memory=s.gpu_memory, gpu_experts=s.gpu_experts, moves=s.moves, cpu_threads=threads)
 
     def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
