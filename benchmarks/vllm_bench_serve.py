@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from result_files import write_record
 from server_processes import Cores, processor_seconds
-from vllm_engine import BACKENDS
+from vllm_engine import BACKENDS, Sizes
 from vllm_load import Case, ask, load_tokenizers, profiled, warm_up
 from vllm_models import MODELS, model_folder, word_tokenizer
 from vllm_servers import Engine, Server, fill_weights_everywhere, running
@@ -81,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=120, help="seconds for all starts and for a case")
     parser.add_argument("--kv-gib", type=float, default=32.0, help="of each server")
     parser.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--capture", nargs="*", type=int, default=list(Sizes.capture), help="tokens of captured steps")
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens in one part of a streamed answer")
     parser.add_argument("--profile", action="store_true", help="also GPU time of a step of one sequence")
     arguments = parser.parse_args()

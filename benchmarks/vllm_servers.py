@@ -133,6 +133,7 @@ def server_words(engine: Engine, arguments: argparse.Namespace) -> list[str]:
     longest = max(case.tokens_in + case.tokens_out for case in cases)
     sizes = Sizes(
         kv_gib=arguments.kv_gib,
+        capture=tuple(arguments.capture),
         compiler=arguments.compiler,
         prompts=((max(case.concurrency for case in cases), longest),),
         sequences=(),

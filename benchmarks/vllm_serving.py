@@ -108,7 +108,6 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
 def start_of_record(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **origin("vllm-serving"),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SET_BEFORE)},
         "client": CLIENT,
         "sizes": dataclasses.asdict(sizes_of(arguments)),
         "engines": [],
@@ -124,6 +123,7 @@ def origin(benchmark: str) -> dict[str, Any]:
         "command": command(f"{benchmark.replace('-', '_')}.py"),
         "machine": gpu_machine() if device() == "cuda" else {"gpu": None},
         "versions": {name: version for name, version in versions.items() if version is not None},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SET_BEFORE)},
     }
 
 
