@@ -47,13 +47,14 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         library, target = LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name))
-        if library.is_current():  # built by an earlier install from this folder
+        everywhere = not self.editable_mode  # a wheel may be installed on another machine
+        if library.is_current(everywhere):  # built by an earlier install from this folder
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.resolve() != library.path.resolve():
                 shutil.copyfile(library.path, target)
             return
         try:
-            build.build(library, target)
+            build.build(library, target, everywhere=everywhere)
         except build.BuildFailed as error:
             self.warn(f"installing lancebill without {library.name}: {error}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,30 @@ def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_building_again_builds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    if all(library.is_current() for library in build.LIBRARIES):
-        build.main()
+    if all(library.is_current(everywhere=False) for library in build.LIBRARIES):
+        build.main([])
         assert capsys.readouterr().out.count("is up to date") == len(build.LIBRARIES)
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_library_says_for_which_machines_it_is(tmp_path: Path, everywhere: bool) -> None:
+    built = build.build(build.NUMBERS, tmp_path / build.NUMBERS.name, everywhere=everywhere)
+    copy = replace(build.NUMBERS, name=str(built))  # an absolute name: the folder of sources stays
+    assert copy.is_current(everywhere=False)
+    assert copy.is_current(everywhere=True) == everywhere
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.state().why)
+def test_levels_that_run_here_are_built_and_the_others_compile(tmp_path: Path) -> None:
+    """An installation in place has only the first. The others are checked without generating code."""
+    cxx, library = build.compiler(), native.library()
+    assert cxx is not None and library is not None
+    sources = build.buildable(build.KERNELS, cxx, platform.machine(), tmp_path)
+    here = build.runnable_here(sources, cxx, tmp_path)
+    levels = {f"level_{level}" for level in library.levels}
+    assert levels == {source.path.stem for source in here if source.path.stem.startswith("level_")}
+    for source in sources:
+        if source not in here:
+            command = [cxx, *build.FLAGS, f"-I{build.HERE}", *source.flags, "-fsyntax-only", str(source.path)]
+            assert subprocess.run(command, capture_output=True, text=True).stderr == ""

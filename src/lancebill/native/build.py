@@ -7,6 +7,7 @@ only the standard library, because setup.py runs it without torch or lancebill i
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import platform
@@ -29,8 +30,9 @@ SANITIZE = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1",
     "-Dalways_inline=unused",  # inlined kernels would take tens of minutes to compile
 )  # fmt: skip
-_FINGERPRINT_SOURCE = """extern "C" __attribute__((visibility("default")))
-const char *lancebill_sources(void) {{ return "{}"; }}
+EVERYWHERE, HERE_ONLY = "everywhere", "here"  # which machines' ISA levels are in a library
+_STAMP_SOURCE = """extern "C" __attribute__((visibility("default")))
+const char *lancebill_sources(void) {{ return "{fingerprint} {machines}"; }}
 """
 
 
@@ -57,9 +59,10 @@ class NativeLibrary:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()[:16]
 
-    def is_current(self) -> bool:
-        """Whether it is built from the current sources."""
-        return self.path.exists() and self.fingerprint.encode() in self.path.read_bytes()
+    def is_current(self, everywhere: bool = True) -> bool:
+        """Whether it is built from the current sources, and, if `everywhere`, with all ISA levels."""
+        stamp = f"{self.fingerprint} {EVERYWHERE}" if everywhere else self.fingerprint
+        return self.path.exists() and stamp.encode() in self.path.read_bytes()
 
     def sources(self, machine: str) -> list[CppSource]:
         """The source files that are compiled for this machine (`uname -m`)."""
@@ -102,13 +105,17 @@ def build(
     extra: Sequence[str] = (),
     cxx: str | None = None,
     machine: str | None = None,
+    everywhere: bool = True,
 ) -> Path:
-    """Compile and link. Replaces `target` atomically."""
+    """Compile and link. Replaces `target` atomically.
+
+    Unless `everywhere`, ISA levels that this machine cannot run are left out, which halves the time of compilation.
+    """
     cxx, machine = cxx or compiler(), machine or platform.machine()
     if cxx is None:
         raise BuildFailed(f"no C++ compiler on the PATH ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(prefix="lancebill-build-") as folder:
-        objects = _compile_all(library, cxx, machine, Path(folder), extra)
+        objects = _compile_all(library, cxx, machine, Path(folder), extra, everywhere)
         linked = Path(folder) / library.name
         _run_compiler([cxx, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(linked)])
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -118,14 +125,15 @@ def build(
     return target
 
 
-def _compile_all(library: NativeLibrary, cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> list[Path]:
-    """Compile all sources in parallel. Skips levels whose flags the compiler does not accept."""
-    stamp = folder / "fingerprint.cpp"
-    stamp.write_text(_FINGERPRINT_SOURCE.format(library.fingerprint))
-    candidates = [
-        replace(source, flags=_usable_flags(cxx, source.flags, folder)) for source in library.sources(machine)
-    ]
-    buildable = [source for source in candidates if _accepts(cxx, source.flags, folder)]
+def _compile_all(
+    library: NativeLibrary, cxx: str, machine: str, folder: Path, extra: Sequence[str], everywhere: bool
+) -> list[Path]:
+    """Compile all sources in parallel."""
+    stamp, machines = folder / "stamp.cpp", EVERYWHERE if everywhere else HERE_ONLY
+    stamp.write_text(_STAMP_SOURCE.format(fingerprint=library.fingerprint, machines=machines))
+    sources = buildable(library, cxx, machine, folder)
+    if not everywhere:
+        sources = runnable_here(sources, cxx, folder)
 
     def compile_one(source: CppSource) -> Path:
         compiled = folder / f"{source.path.stem}.o"
@@ -133,7 +141,22 @@ def _compile_all(library: NativeLibrary, cxx: str, machine: str, folder: Path, e
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_one, [*buildable, CppSource(stamp, None, ())]))
+        return list(pool.map(compile_one, [*sources, CppSource(stamp, None, ())]))
+
+
+def buildable(library: NativeLibrary, cxx: str, machine: str, folder: Path) -> list[CppSource]:
+    """The sources for this machine with flags that the compiler accepts, without levels whose flags it does not."""
+    sources = [replace(source, flags=_usable_flags(cxx, source.flags, folder)) for source in library.sources(machine)]
+    return [source for source in sources if _accepts(cxx, source.flags, folder)]
+
+
+def runnable_here(sources: Sequence[CppSource], cxx: str, folder: Path) -> list[CppSource]:
+    """Those that use no instructions but this processor's; all, if the compiler cannot tell which it has."""
+    native = ("-march=native",)
+    if not _accepts(cxx, native, folder):
+        return list(sources)
+    always, here = _predefined(cxx, (), folder), _predefined(cxx, native, folder)
+    return [source for source in sources if _predefined(cxx, source.flags, folder) - always <= here]
 
 
 def _usable_flags(cxx: str, flags: tuple[str, ...], folder: Path) -> tuple[str, ...]:
@@ -154,21 +177,31 @@ def _accepts(cxx: str, flags: tuple[str, ...], folder: Path) -> bool:
     return True
 
 
-def _run_compiler(command: list[str]) -> None:
+def _predefined(cxx: str, flags: tuple[str, ...], folder: Path) -> set[str]:
+    """The names of the compiler's predefined macros, which tell the instruction sets that these flags allow."""
+    empty, machine_flags = folder / "empty.cpp", [flag for flag in flags if flag.startswith("-m")]
+    return {line.split()[1] for line in _run_compiler([cxx, *machine_flags, "-dM", "-E", str(empty)]).splitlines()}
+
+
+def _run_compiler(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise BuildFailed(f"{command[0]}: {error.strerror}") from error
     if done.returncode:
         raise BuildFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
+    return done.stdout
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Build the C++ libraries in place.")
+    parser.add_argument("--everywhere", action="store_true", help="with ISA levels that this machine cannot run, too")
+    everywhere = parser.parse_args(words).everywhere
     for library in LIBRARIES:
-        if library.is_current():
+        if library.is_current(everywhere):
             print(f"{library.name} is up to date")
             continue
         try:
-            print(f"built {build(library, library.path)}")
+            print(f"built {build(library, library.path, everywhere=everywhere)}")
         except BuildFailed as error:
             sys.exit(f"{library.name} was not built: {error}")

@@ -45,7 +45,7 @@ def open_library(library: NativeLibrary, what: str) -> Opened:
     except OSError as error:
         return _unusable(f"{what} failed to load: {error}")
     calls.lancebill_sources.restype = c_char_p
-    if calls.lancebill_sources().decode() != library.fingerprint:
+    if calls.lancebill_sources().decode().split()[0] != library.fingerprint:
         return _unusable(f"{what} were built from other sources")
     return Opened(calls)
 
