@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 from tiny_gguf import write  # noqa: E402
+from tiny_gguf_deepseek import first_deepseek  # noqa: E402
 
 import lancebill  # noqa: E402
 from lancebill.errors import (  # noqa: E402
@@ -38,6 +39,7 @@ LATENT = GROUPED | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_di
 LATENT |= {"n_group": 4, "topk_group": 2, "num_key_value_heads": 4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 4}
 SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 2.0}
 LOCAL = {"num_local_experts": 8, "intermediate_size": 32}
 MOE = {"num_experts": 8, "moe_intermediate_size": 32}
@@ -47,6 +49,7 @@ DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 MAMBA = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
 FACTORS = {"rope_type": "longrope", "rope_theta": 5e5, "original_max_position_embeddings": 64, "attention_factor": 1.0}
 FACTORS |= {key: [1.0, 1.0, 1.0, 2.5, 4.0, 8.0, 8.0, 8.0] for key in ("short_factor", "long_factor")}
+COMMON = {**tiny.COMMON, "num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": False}
 # Architecture, transformers' model type, and config.
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
@@ -56,6 +59,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     # Half of a head's columns are rotated, a bias corrects the routing.
     ("minimax-m2", "minimax_m2", {**LOCAL, "rotary_dim": 8}),
     ("llama", "mixtral", LOCAL),
+    ("mistral3", "mixtral", LOCAL),
     ("llama4", "llama4_text", {**LOCAL, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
                                "num_hidden_layers": 4, "num_experts_per_tok": 1, "rope_parameters": FACTORS}),
     ("olmoe", "olmoe", {"num_experts": 8, "intermediate_size": 32, "num_key_value_heads": 4}),
@@ -67,6 +71,15 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("dots1", "dots1", GROUPED),
     ("deepseek2", "deepseek_v3", {**LATENT, "q_lora_rank": 32, "rope_parameters": YARN}),
     ("deepseek2", "deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
+    ("deepseek", "ernie4_5_moe", {**GROUPED, "n_shared_experts": 2}),
+    ("deepseek32", "deepseek_v32", {**LATENT, **INDEXER, "q_lora_rank": 32, "rope_parameters": YARN}),
+    ("deepseek4", "deepseek_v4", {
+        **INDEXER, "n_routed_experts": 8, "moe_intermediate_size": 32, "num_key_value_heads": 1, "q_lora_rank": 32,
+        "num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128], "sliding_window": 4,
+        "head_dim": 32, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 32, "hc_sinkhorn_iters": 3,
+        "compress_rope_theta": 4e4, "swiglu_limit": 0.05,
+        "rope_parameters": {**YARN, "factor": 4.0},
+    }),
     ("gpt-oss", "gpt_oss", {**LOCAL, **SLIDING}),
     ("granitemoe", "granitemoe", {**LOCAL, **SCALES}),
     ("granitemoe", "granitemoeshared", {**LOCAL, **SCALES, "shared_intermediate_size": 96}),
@@ -102,29 +115,31 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def dense(family: str, more: dict[str, Any]) -> Any:
-    common = {**tiny.COMMON, "num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": False}
     try:
-        config = transformers.AutoConfig.for_model(family, **{**common, **more})
+        config = transformers.AutoConfig.for_model(family, **{**COMMON, **more})
     except (ValueError, KeyError):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if "norm" in name:
+            if name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), config.n_routed_experts).topk(tensor.shape[1]).indices)
+            elif "norm" in name:
                 tensor += 0.1 * torch.randn(tensor.shape)
-            elif tensor.ndim < 2 or "correction" in name:
+            elif tensor.ndim < 2 or "correction" in name or "position_bias" in name:
                 tensor.normal_()  # else zero
     return model
 
 
 @pytest.mark.parametrize(("architecture", "family", "more"), MODELS, ids=[family for _, family, _ in MODELS])
 def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    reference = dense(family, more)
+    reference = first_deepseek({**COMMON, **more}) if architecture == "deepseek" else dense(family, more)
     write(reference, architecture, tmp_path / "model.gguf")
     ours = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
     assert ours.config.model_type == family
-    tokens = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+    length = 140 if architecture == "deepseek4" else 9  # a layer reads sums of 128 tokens
+    tokens = torch.randint(1, 128, (2, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         got, want = ours(tokens).logits, reference(tokens).logits
     assert (got - want).norm() / want.norm() < 1e-4
@@ -134,12 +149,26 @@ def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_
     assert "int8" in str(ours.lancebill_reports()[0].kept["w13"])
     linears = {name for name, module in reference.named_modules() if isinstance(module, torch.nn.Linear)}
     linears = {name for name in linears if "router" not in name and not name.endswith((".gate", ".wg"))}
-    dequantised = {name for name in linears if name.endswith((".kv_b_proj", ".dt_proj", "shared_expert_gate"))}
+    unpacked = (".kv_b_proj", ".dt_proj", ".o_a_proj", "shared_expert_gate")
+    dequantised = {name for name in linears if name.endswith(unpacked)}
     embeddings = {name for name, module in reference.named_modules() if isinstance(module, torch.nn.Embedding)}
     assert set(ours.lancebill_rest.packed) == linears - dequantised | embeddings
     assert not ours.lancebill_rest.dequantized
     ours.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "deepseek4"])
+def test_what_a_model_keeps_in_fp32_is_not_rounded(architecture: str, tmp_path: Path) -> None:
+    family, more = next((family, more) for name, family, more in MODELS if name == architecture)
+    reference = dense(family, more)
+    write(reference, architecture, tmp_path / "model.gguf")
+    ours = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.bfloat16).state_dict()
+    wide = {name: tensor for name, tensor in reference.state_dict().items() if name in ours}
+    wide = {name: tensor for name, tensor in wide.items() if ours[name].dtype == torch.float32}
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in wide
+    assert all(torch.equal(ours[name], tensor) for name, tensor in wide.items())
+    assert ours["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -243,6 +272,12 @@ def test_scores_that_the_model_does_not_compute_are_refused(tmp_path: Path) -> N
         lancebill.from_pretrained(tmp_path / "model.gguf")
 
 
+def test_queries_that_the_model_does_not_scale_are_refused(tmp_path: Path) -> None:
+    write(dense("mixtral", LOCAL), "mistral3", tmp_path / "model.gguf", stated={"llama_4_scaling_beta": 0.1})
+    with pytest.raises(UnsupportedProblem, match=r"temperature_scale.*expected 0.*layer by layer"):
+        lancebill.from_pretrained(tmp_path / "model.gguf")
+
+
 def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:
     from lancebill.cli.main import app
 
@@ -253,6 +288,18 @@ def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["answers"][0]["tokens"] == 4
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "abc"])
     assert done.exit_code == 1 and "model.gguf" in done.output
+
+
+def test_the_tokenizer_of_an_architecture_that_transformers_does_not_read_is_beside_the_file(tmp_path: Path) -> None:
+    from lancebill.cli.main import app
+
+    write(dense("dots1", GROUPED), "dots1", tmp_path / "model.gguf")
+    words = ["generate", str(tmp_path / "model.gguf"), "w1 w2", "--max-tokens", "4", "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and "tokenizer_config.json" in done.output
+    tiny.save_tokenizer(transformers, tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
 
 
 def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path) -> None:

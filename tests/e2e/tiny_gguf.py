@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import torch
 from tiny_gguf_changes import add_factors, changed, delta_heads, flat_config, layer_types, merged, tiled_heads
+from tiny_gguf_deepseek import KNOWN, add_own_metadata, own_name
 from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -51,11 +52,12 @@ METADATA = {
     "ssm_group_count": ["linear_num_key_heads", "mamba_n_groups", "n_groups"],
     "ssm_time_step_rank": ["linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "mamba_dt_rank"],
     "moe_latent_size": ["moe_latent_size"],
+    "attn_temperature_scale": ["llama_4_scaling_beta"],
 }
 # Where the library knows only the names of published files.
 RENAMED = {"moe.router": "moe.router.layer", "gate.moe_statics": "moe_statics"}
 RECURRENT = ("conv", "mamba")
-UNQUANTISED = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
+UNQUANTISED = ("ffn_gate_inp", "ffn_gate_tid2eid", "shortconv.conv", "ssm_conv1d", "ssm_norm")
 
 
 def write(
@@ -75,9 +77,11 @@ def write(
     stated = {"num_hidden_layers": config.num_hidden_layers, **(stated or {})}
     _add_metadata(out, {**flat_config(config.to_dict()), **stated})
     _add_vocabulary(out, config.vocab_size)
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    add_own_metadata(out, architecture, config.to_dict())
+    known_as = KNOWN.get(architecture, architecture)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known_as)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    paired = architecture in ("llama", "granitemoe", "granitehybrid")
+    paired = architecture in ("llama", "mistral3", "deepseek", "granitemoe", "granitehybrid")
     own = {"model.": "backbone."} if architecture == "nemotron_h_moe" else {}
     for name, tensor in merged(model.state_dict(), architecture):
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -85,7 +89,7 @@ def write(
         for part, suffix, view, shape in _parts(name, tensor, config, paired):
             for new, published in {**RENAMED, **own}.items():
                 part = part.replace(new, published)
-            known = part if part.startswith("blk.") else names.get_name(part)
+            known = own_name(architecture, part) or (part if part.startswith("blk.") else names.get_name(part))
             assert known is not None, part
             kind = kinds.get(known.rpartition(".")[2], "Q8_0")
             written = add(out, known + suffix, changed(architecture, known, view).reshape(shape), kind)
@@ -170,7 +174,7 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
         return
     stem, suffix = name, ".weight"
     for ending in (".weight", ".bias", "_bias"):
-        if name.endswith(ending):
+        if name.endswith(ending) and not name.endswith(".position_bias"):
             stem, suffix = name.removesuffix(ending), "." + ending[1:]
     stem += "_bias" if stem.endswith(".expert") else ""
     shape = tuple(size for size in tensor.shape if size > 1) if tensor.ndim > 1 else tuple(tensor.shape)

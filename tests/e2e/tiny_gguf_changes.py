@@ -16,12 +16,17 @@ def changed(architecture: str, name: str, tensor: Tensor) -> Tensor:
     """The values that are stored."""
     if name.endswith("ssm_a"):
         return -torch.exp(tensor)
+    if not tensor.is_floating_point():
+        return tensor.int()
     is_norm = name.endswith("norm") and not name.endswith("ssm_norm")
     return tensor + 1 if architecture in WITH_ONE and is_norm else tensor
 
 
 def flat_config(values: dict[str, Any]) -> dict[str, Any]:
-    """DBRX has sections and names of its own."""
+    """DBRX has sections and names of its own, DeepSeek-V4 two kinds of rotary positions, of which one may be scaled."""
+    if values["model_type"] == "deepseek_v4":
+        rotary = values["rope_parameters"]
+        return {**values, "rope_parameters": {**rotary["compress"], "rope_theta": rotary["main"]["rope_theta"]}}
     if values["model_type"] != "dbrx":
         return values
     names = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings"}

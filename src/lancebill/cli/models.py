@@ -78,7 +78,8 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     has_config = (path / "config.json").exists()
-    if path.suffix == ".gguf" and find_spec("gguf") is None:
+    beside = (path.parent / "tokenizer_config.json").exists()  # transformers reads those of few GGUF architectures
+    if path.suffix == ".gguf" and not beside and find_spec("gguf") is None:
         hint = "pip install gguf, or 'lancebill[transformers]'"
         raise UnsupportedProblem("transformers reads a GGUF file's tokenizer with the package gguf", hint=hint)
     if has_config:  # before the tokenizer, for which transformers reads it too
@@ -86,7 +87,7 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     tokenizer = _tokenizer(AutoTokenizer, path) if has_config else None  # first: its files are easily forgotten
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
-    return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, gguf_file=path.name)
+    return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, **({} if beside else {"gguf_file": path.name}))
 
 
 def check_options(
@@ -138,7 +139,7 @@ def _check_config(path: Path, dtype: str) -> None:
 
 
 def _tokenizer(kind: Any, path: Path, **options: str) -> Any:
-    hint = "copy the tokenizer's files (tokenizer.json ...) from the original model"
+    hint = "copy the tokenizer's files (tokenizer_config.json, tokenizer.json ...) from the original model"
     try:
         tokenizer = kind.from_pretrained(path, **options)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:

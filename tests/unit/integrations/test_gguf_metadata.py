@@ -65,10 +65,11 @@ def test_positions_that_are_scaled_linearly(tmp_path: Path) -> None:
         ("qwen3moe", 1, {"attention.head_count": -1}, EMBEDDING, MalformedFile, "not negative"),
         ("qwen3moe", 1, {}, {"output.weight": (32, 32)}, MalformedFile, "no embedding"),
         (WITH_KINDS, 1, {}, EMBEDDING, MalformedFile, "a value for each of 1 layers"),
+        ("deepseek4", 1, {"attention.compress_ratios": [5]}, EMBEDDING, MalformedFile, "0 or 4 or 128"),
         (WITH_PERIODS, 4, {}, _periodic(), UnsupportedProblem, "the same distance"),
         (WITH_FACTORS, 1, {}, _factors(), MalformedFile, "rotary frequencies"),
     ],
-    ids=["number", "embedding", "kinds", "periods", "factors"],
+    ids=["number", "embedding", "kinds", "kind", "periods", "factors"],
 )
 def test_what_contradicts_itself_is_refused(
     architecture: str,

@@ -1,4 +1,5 @@
-"""GGUF architectures with experts and attention in every layer, a row for each; `gguf_recurrent_rows.py` has others."""
+"""GGUF architectures with experts and attention in every layer, a row for each; `gguf_deepseek_rows.py` and
+`gguf_recurrent_rows.py` have others."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ def shared_names(module: str) -> dict[str, str]:
 
 EXPERTS, LOCAL, _ROUTED = ({name: "expert_count"} for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 INNER = {"moe_intermediate_size": "expert_feed_forward_length"}
-_CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 # Experts in groups, the first layers dense.
 _GROUPS = {
     **INNER,
@@ -24,22 +25,7 @@ _GROUPS = {
 }
 GROUPED = {**_ROUTED, **_GROUPS, "n_shared_experts": "expert_shared_count"}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-_SHARED = shared_names("shared_experts")
-_LATENT = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    **_SHARED,
-}
-_LATENT_KEYS = {
-    **GROUPED,
-    "q_lora_rank": "attention.q_lora_rank",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_rope_head_dim": "rope.dimension_count",
-}
+SHARED = shared_names("shared_experts")
 GRANITE = {
     **LOCAL,
     "attention_multiplier": "attention.scale",
@@ -55,6 +41,8 @@ QWEN2_SHARED_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forw
 
 ATTENTION_ROWS: dict[str, GgufRow] = {
     "llama": GgufRow("mixtral", keys=LOCAL, orders=PAIRS),
+    # Mixtral, but for queries that grow with their position, which no model of transformers with experts has.
+    "mistral3": GgufRow("mixtral", keys=LOCAL, orders=PAIRS, required={"attention.temperature_scale": 0}),
     "llama4": GgufRow(
         "llama4_text",
         {
@@ -119,35 +107,25 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
     ),
     "glm4moe": GgufRow(
         "glm4_moe",
-        {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
+        {**SHARED, "post_attention_norm": "post_attention_layernorm"},
         GROUPED,
         ONE_GROUP,
-        whole=_CORRECTION,
+        whole=CORRECTION,
         present={"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"},
         partial=True,
     ),
     # Ling 2.0: in transformers' own code the same computation as GLM-4.5.
     "bailingmoe2": GgufRow(
         "glm4_moe",
-        _SHARED,
+        SHARED,
         GROUPED,
         {**ONE_GROUP, "use_qk_norm": True, "attention_bias": False},
-        whole=_CORRECTION,
+        whole=CORRECTION,
         divided={"attn_qkv": QUERIES_KEYS_VALUES},
         required={"expert_gating_func": 2},  # sigmoid
         partial=True,
     ),
-    "dots1": GgufRow("dots1", _SHARED, GROUPED, ONE_GROUP, whole=_CORRECTION),
-    "deepseek2": GgufRow(
-        "deepseek_v2",
-        _LATENT,
-        _LATENT_KEYS,
-        {"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0, **ONE_GROUP},
-        whole=_CORRECTION,
-        joined={"self_attn.kv_b_proj": ("attn_k_b", "attn_v_b")},
-        variant=("exp_probs_b.bias", "deepseek_v3"),
-        latent=True,
-    ),
+    "dots1": GgufRow("dots1", SHARED, GROUPED, ONE_GROUP, whole=CORRECTION),
     "gpt-oss": GgufRow(
         "gpt_oss",
         {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
@@ -165,7 +143,7 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
     ),
     "ernie4_5-moe": GgufRow(
         "ernie4_5_moe",
-        _SHARED,
+        SHARED,
         {
             **INNER,
             "moe_num_experts": "expert_count",
@@ -178,7 +156,7 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
     ),
     "exaone-moe": GgufRow(
         "exaone_moe",
-        _SHARED,
+        SHARED,
         {
             **EXPERTS,
             **_GROUPS,
@@ -186,13 +164,13 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
             "sliding_window": "attention.sliding_window",
         },
         ONE_GROUP,
-        whole=_CORRECTION,
-        kinds=("attention.sliding_window_pattern", "full_attention", "sliding_attention"),
+        whole=CORRECTION,
+        kinds=("attention.sliding_window_pattern", {0: "full_attention"}, "sliding_attention"),
     ),
     "afmoe": GgufRow(
         "afmoe",
         {
-            **_SHARED,
+            **SHARED,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_mlp_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",

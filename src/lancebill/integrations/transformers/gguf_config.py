@@ -25,6 +25,7 @@ from lancebill.integrations.transformers.gguf_rows import ROWS
 
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+_LAYERS = "`RoutedExperts.from_checkpoint` reads the experts of any architecture, layer by layer"
 _LOG_MULTIPLIER = 0.1  # the file's multiplier of the logarithm of yarn's factor, for an `mscale` of 1
 
 
@@ -45,24 +46,24 @@ class _File:
         if value is None:
             return None
         if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise self._wrong(key, "a number that is not negative", value)
+            raise self.wrong(key, "a number that is not negative", value)
         if isinstance(value, int) and key not in UNBOUNDED and value > self.largest:
-            raise self._wrong(key, f"at most {self.largest}, the largest dimension of a tensor", value)
+            raise self.wrong(key, f"at most {self.largest}, the largest dimension of a tensor", value)
         return value
 
     def need(self, key: str) -> Any:
         value = self.number(key)
         if not value:
-            raise self._wrong(key, "a positive number", value)
+            raise self.wrong(key, "a positive number", value)
         return value
 
     def per_layer(self, key: str, layers: int) -> tuple[Any, ...]:
         value = self.metadata.get(f"{self.architecture}.{key}")
         if not isinstance(value, tuple) or len(value) < layers:
-            raise self._wrong(key, f"a value for each of {layers} layers", type(value))
+            raise self.wrong(key, f"a value for each of {layers} layers", type(value))
         return value[:layers]
 
-    def _wrong(self, key: str, expected: str, got: object) -> MalformedFile:
+    def wrong(self, key: str, expected: str, got: object) -> MalformedFile:
         what = f"the metadata '{self.architecture}.{key}' cannot be used"
         return MalformedFile(what, where=self.where, expected=expected, got=got)
 
@@ -112,12 +113,22 @@ def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
     if row.latent:
         values |= _latent_sizes(file, values)
     if row.kinds is not None:
-        key, zero, other = row.kinds
-        values["layer_types"] = [other if value else zero for value in file.per_layer(key, layers)]
+        values["layer_types"] = _layer_kinds(file, *row.kinds, layers)
     if not values.get("head_dim"):
         values["head_dim"] = file.need("embedding_length") // file.need("attention.head_count")
     values["rope_parameters"] = _rotary(file, row, values["head_dim"])
     return values | {key: file.metadata.get(f"tokenizer.ggml.{stored}") for key, stored in _TOKENS.items()}
+
+
+def _layer_kinds(file: _File, key: str, cases: Mapping[int, str], other: str | None, layers: int) -> list[str]:
+    """The type of each layer, by a value of the metadata."""
+    found = []
+    for value in file.per_layer(key, layers):
+        kind = cases.get(value, other)
+        if kind is None:
+            raise file.wrong(key, " or ".join(map(str, cases)), value)
+        found.append(kind)
+    return found
 
 
 def row_of(checkpoint: Checkpoint) -> GgufRow:
@@ -129,7 +140,7 @@ def row_of(checkpoint: Checkpoint) -> GgufRow:
             where=str(checkpoint.path),
             expected=" or ".join(ROWS),
             got=architecture,
-            hint="`RoutedExperts.from_checkpoint` reads the experts of any architecture, layer by layer",
+            hint=_LAYERS,
         )
     return row
 
@@ -150,9 +161,9 @@ def _layers(checkpoint: Checkpoint) -> int:
 def _check_required(file: _File, row: GgufRow) -> None:
     for key, expected in row.required.items():
         got = file.number(key)
-        if got != expected:
+        if (got or 0) != expected:
             what = f"models of this architecture are read only with one value of '{key}'"
-            raise UnsupportedProblem(what, where=file.where, expected=expected, got=got)
+            raise UnsupportedProblem(what, where=file.where, expected=expected, got=got, hint=_LAYERS)
 
 
 def _layer_types(checkpoint: Checkpoint, row: GgufRow, layers: int) -> list[str]:

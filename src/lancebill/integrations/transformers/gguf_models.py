@@ -28,6 +28,8 @@ from lancebill.numbers.weight import LogicalWeight, stack
 
 SUFFIX = ".gguf"
 _SUFFIXES = (".weight", ".bias")
+# The same in the model; a parameter that is in no module of its own has none.
+_PAIRS = (*((suffix, suffix) for suffix in _SUFFIXES), (_SUFFIXES[0], ""))
 
 Read = Callable[[], Tensor]
 Stored = LogicalWeight | Tensor
@@ -47,6 +49,8 @@ def lazy_tensors(
         if others.issuperset(stored) and name in expected and name not in tensors:
             used.update(stored)
             tensors[name] = LazyTensor(partial(_shaped, read, expected[name].shape))
+    for name in (name for name in expected if name.endswith(row.zeros)):
+        tensors[name] = LazyTensor(partial(torch.zeros, expected[name].shape))
     if others - used:
         raise UnexpectedTensor("the model has no such tensor", where=min(others - used))
     return tensors
@@ -66,13 +70,13 @@ def _plan(
     """(stored names, name in the model, how to read it) of every tensor that a model of this architecture may have."""
     file = _Tensors(checkpoint, row, model.config, dtype)
     for stem, module in {**WHOLE, **row.outside}.items():
-        for suffix in _SUFFIXES:
-            yield (stem + suffix,), module + suffix, partial(file.read, stem + suffix, stem)
+        for stored, suffix in _PAIRS:
+            yield (stem + stored,), module + suffix, partial(file.read, stem + stored, stem)
     for layer in range(layers):
         block, prefix = f"blk.{layer}.", f"{row.layers}.{layer}."
         for stem, module in {**NAMES, **row.names}.items():
-            for suffix in _SUFFIXES:
-                name = block + stem + suffix
+            for stored, suffix in _PAIRS:
+                name = block + stem + stored
                 yield (name,), prefix + module + suffix, partial(file.read, name, stem)
         for stored, name in row.whole.items():
             yield (block + stored,), prefix + name, partial(file.read, block + stored, stored)
@@ -97,13 +101,16 @@ class _Tensors:
     dtype: torch.dtype
 
     def read(self, name: str, stem: str, order: Order | None = None) -> Tensor:
-        """A tensor of the file; the row says by `stem` in which order its rows are stored, and how its values."""
+        """A tensor of the file; the row says by `stem` in which order its rows are stored, and how its values.
+
+        Numbers keep their dtype here: the model rounds those that it does not keep in fp32.
+        """
         stored = self._ordered(_read_blocks(self.checkpoint, name), name, order or self.row.orders.get(stem))
         stored = self._with_columns(stored, name, self.row.columns.get(stem))
         if isinstance(stored, LogicalWeight):
-            return dequantize(stored).to(self.dtype) if stem in self.row.plain else StoredMatrix(stored, self.dtype)
+            return dequantize(stored) if stem in self.row.plain else StoredMatrix(stored, self.dtype)
         change = self.row.values.get(stem)
-        return (stored if change is None else change(stored.float(), name)).to(self.dtype)
+        return stored if change is None else change(stored.float(), name)
 
     def join(self, names: tuple[str, ...], module: str) -> Tensor:
         """Matrices over each other; they keep their blocks, of one type or of several."""

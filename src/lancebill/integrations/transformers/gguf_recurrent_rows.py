@@ -197,6 +197,6 @@ RECURRENT_ROWS: dict[str, GgufRow] = {
             "norm_eps": "attention.layer_norm_rms_epsilon",
         },
         whole={"exp_probs_b.bias": "feed_forward.expert_bias"},
-        kinds=("attention.head_count_kv", "conv", "full_attention"),
+        kinds=("attention.head_count_kv", {0: "conv"}, "full_attention"),
     ),
 }

@@ -43,7 +43,12 @@ KEYS = {
     "num_experts_per_tok": "expert_used_count",
 }
 # Not sizes of tensors, so that the largest tensor is no limit for them.
-UNBOUNDED = {"context_length", "attention.sliding_window", "rope.scaling.original_context_length"}
+UNBOUNDED = {
+    "context_length",
+    "attention.sliding_window",
+    "attention.indexer.top_k",
+    "rope.scaling.original_context_length",
+}
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,11 @@ class GgufRow:
     `fixed` are config values that the metadata may not have; `present` are true where a tensor of any layer is stored;
     `ratios` are quotients of two numbers of the metadata; `choices` have a key of the metadata, the values for some of
     its numbers, and the value for all others. `required` are metadata without which the model would compute something
-    else. `variant` is another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell
-    the type of a layer by a tensor that only layers of that type have; `periods` are the keys for the distance and the
-    first of the layers that have a tensor. A key of the config with a dot is one of a section.
+    else (0: or none). `variant` is another model type, and the tensor of the last layer that tells it apart.
+    `layer_tensors` tell the type of a layer by a tensor that only layers of that type have; `kinds` tell it by a value
+    for each layer: its key, the types for some values, and the type for all others, if there are others. `periods` are
+    the keys for the distance and the first of the layers that have a tensor. `zeros` are tensors of zeros, which the
+    model adds and the file does not have. A key of the config with a dot is one of a section.
     """
 
     model_type: str
@@ -99,4 +106,5 @@ class GgufRow:
     outside: Mapping[str, str] = field(default_factory=dict)  # names that replace those in `WHOLE`
     layers: str = "model.layers"
     plain: tuple[str, ...] = ()  # matrices that the model reads otherwise than by calling their modules
-    kinds: tuple[str, str, str] | None = None  # a value for each layer: its key, the layer type if it is 0, and if not
+    kinds: tuple[str, Mapping[int, str], str | None] | None = None
+    zeros: tuple[str, ...] = ()
