@@ -272,8 +272,10 @@ def test_scores_that_the_model_does_not_compute_are_refused(tmp_path: Path) -> N
         lancebill.from_pretrained(tmp_path / "model.gguf")
 
 
-def test_queries_that_the_model_does_not_scale_are_refused(tmp_path: Path) -> None:
-    write(dense("mixtral", LOCAL), "mistral3", tmp_path / "model.gguf", stated={"llama_4_scaling_beta": 0.1})
+@pytest.mark.parametrize("architecture", ["mistral3", "deepseek2"])
+def test_queries_that_the_model_does_not_scale_are_refused(architecture: str, tmp_path: Path) -> None:
+    family, more = next((family, more) for name, family, more in MODELS if name == architecture)
+    write(dense(family, more), architecture, tmp_path / "model.gguf", stated={"llama_4_scaling_beta": 0.1})
     with pytest.raises(UnsupportedProblem, match=r"temperature_scale.*expected 0.*layer by layer"):
         lancebill.from_pretrained(tmp_path / "model.gguf")
 

@@ -41,7 +41,7 @@ QWEN2_SHARED_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forw
 
 ATTENTION_ROWS: dict[str, GgufRow] = {
     "llama": GgufRow("mixtral", keys=LOCAL, orders=PAIRS),
-    # Mixtral, but for queries that grow with their position, which no model of transformers with experts has.
+    # Mixtral, but for queries that grow with their position, which no class with this attention and experts computes.
     "mistral3": GgufRow("mixtral", keys=LOCAL, orders=PAIRS, required={"attention.temperature_scale": 0}),
     "llama4": GgufRow(
         "llama4_text",

@@ -66,6 +66,7 @@ DEEPSEEK_ROWS: dict[str, GgufRow] = {
         whole=CORRECTION,
         joined=_LATENT_JOINED,
         variant=("exp_probs_b.bias", "deepseek_v3"),
+        required={"attention.temperature_scale": 0},  # Mistral Large 3 scales its queries by position
         latent=True,
     ),
     "deepseek32": GgufRow(
