@@ -43,9 +43,13 @@ Log = Callable[[str], None]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def check_placement(setup: BenchSetup) -> None:
-    """Raise if the layer cannot be split as asked."""
+def check_setup(setup: BenchSetup) -> None:
+    """Raise for names that do not exist, and if the layer cannot be split as asked."""
     device = parse_device(setup.device)
+    peer_table.expand_families(setup.peers)
+    Simulation(setup.routing)
+    for name in setup.backends:
+        oracle.check_name(name)
     check_layer(setup.problem(), device, setup.split, setup.moves, setup.cpu_threads, where="--split")
     if setup.cpu_threads is not None and device.kind == "cpu":
         what = "these threads compute experts in host memory beside a GPU"
@@ -55,14 +59,12 @@ def check_placement(setup: BenchSetup) -> None:
 def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
     """Measure the machine, make the weights, then time every number of tokens."""
     device, problem = _local_device(setup.device), setup.problem()
-    names = peer_table.expand_families(setup.peers)
-    Simulation(setup.routing)  # raises if the routing has no such name
+    check_setup(setup)
     if setup.host and device.kind == "cpu":
         raise SpecError("host time is only measured for layers on a GPU", where="--host", got=device)
-    check_placement(setup)
     choices = [oracle.select(problem, device, name) for name in setup.backends]
     with _threads(setup):
-        return _measure(replace(setup, peers=names), device, problem, choices, log)
+        return _measure(replace(setup, peers=peer_table.expand_families(setup.peers)), device, problem, choices, log)
 
 
 @contextmanager

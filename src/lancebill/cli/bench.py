@@ -108,9 +108,9 @@ def _write(figures: dict[str, Any], json_file: Path | None, plot_file: Path | No
 def _first_forwards(setup: BenchSetup, shape: str) -> list[dict[str, Any]]:
     """Each backend twice: the first run fills the caches, the second one uses them."""
     from lancebill.bench.first_forward import FirstForward, first_forward
-    from lancebill.bench.run import check_placement
+    from lancebill.bench.run import check_setup
 
-    check_placement(setup)
+    check_setup(setup)
     if setup.split is not None:
         raise SpecError("the first forward is measured of a whole layer", where="--first-forward", got="--split")
     rows = []

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -14,11 +14,13 @@ from rich.markup import escape
 from lancebill.cli import console as ui
 from lancebill.cli import models
 from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP
+from lancebill.cli.option_groups import with_options
 from lancebill.errors import SpecError
 
 HELP = "Enter sends; Ctrl-C stops an answer; /clear starts again; /quit or Ctrl-D ends."
 
 
+@with_options(models.ModelOptions)
 def chat(
     path: models.Model,
     system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
@@ -27,28 +29,13 @@ def chat(
     top_p: TopP = 0.95,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
-    revision: ui.Revision = None,
-    weights: models.Weights = None,
-    rest: models.Rest = None,
-    activations: models.Activations = None,
-    backend: models.Backend = "auto",
-    device: models.Device = "cpu",
-    gpu_memory: models.GpuMemory = None,
-    gpu_experts: models.GpuExperts = None,
-    moves: models.Moves = "off",
-    cpu_threads: models.CpuThreads = None,
-    dtype: models.Dtype = "auto",
+    *,
+    options: models.ModelOptions,
 ) -> None:
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
         wanted = AnswerOptions(tokens, temperature, top_p, top_k)
-        ui.check_path(path, as_json=False)
-        chosen: dict[str, Any] = {"weights": models.with_rest(weights, rest), "activations": activations}
-        chosen |= {"backend": backend, "device": device, "dtype": dtype}
-        chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
-        models.check_options(**chosen)
-        path = ui.located(path, revision, as_json=False)
-        model, tokenizer = models.load(path, **chosen)
+        path, model, tokenizer = models.open_model(path, options, as_json=False)
         if tokenizer.chat_template is None:
             raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")
         out = ui.console(error=True)

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from lancebill.cli.console import USAGE
 from lancebill.errors import LaunchError, SpecError, UnsupportedProblem
 
 START_LIMIT = 1800.0  # seconds until a server must answer: large models take minutes to load
@@ -85,6 +86,8 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + START_LIMIT
     while time.monotonic() < end:
         if process.poll() is not None:
+            if process.returncode == USAGE:  # it has printed what is wrong
+                raise SpecError("the server refuses its options")
             raise LaunchError("the server did not start", got=f"exit code {process.returncode}")
         try:
             with urlopen(url, timeout=HEALTH_LIMIT):

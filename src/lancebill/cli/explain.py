@@ -120,6 +120,7 @@ def _split(choice: Choice, gpu_experts: int | None, moves: str, tokens: int) -> 
     from lancebill.layer.check_split import check_layer
     from lancebill.split.moves import OFF
     from lancebill.split.reuse import break_even
+    from lancebill.split.split import check_has_gpu
     from lancebill.split.ways import ASSUMED
 
     problem = choice.problem
@@ -127,8 +128,7 @@ def _split(choice: Choice, gpu_experts: int | None, moves: str, tokens: int) -> 
     if gpu_experts is None:
         return None, None
     if choice.device.kind == "cpu":
-        what, hint = "experts are split between a GPU and the CPU", "--device sm_90"
-        raise SpecError(what, where="--device", got=choice.device, hint=hint)
+        check_has_gpu(None, gpu_experts, f"device '{choice.device}'", "--device sm_90")
     pays = None if moves == OFF else break_even(gpu_experts / problem.experts, ASSUMED)
     return _ways(problem, problem.experts - gpu_experts, tokens), pays
 

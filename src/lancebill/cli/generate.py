@@ -12,9 +12,11 @@ from lancebill.cli import console as ui
 from lancebill.cli import models
 from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP
 from lancebill.cli.console import Json
+from lancebill.cli.option_groups import with_options
 from lancebill.errors import SpecError
 
 
+@with_options(models.ModelOptions)
 def generate(
     path: models.Model,
     prompt: Annotated[
@@ -26,29 +28,14 @@ def generate(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
-    revision: ui.Revision = None,
-    weights: models.Weights = None,
-    rest: models.Rest = None,
-    activations: models.Activations = None,
-    backend: models.Backend = "auto",
-    device: models.Device = "cpu",
-    gpu_memory: models.GpuMemory = None,
-    gpu_experts: models.GpuExperts = None,
-    moves: models.Moves = "off",
-    cpu_threads: models.CpuThreads = None,
-    dtype: models.Dtype = "auto",
+    *,
+    options: models.ModelOptions,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt, token by token, and show tokens per second."""
     with ui.reported(as_json):
         wanted = AnswerOptions(tokens, temperature, top_p, top_k)
-        ui.check_path(path, as_json)
-        chosen: dict[str, Any] = {"weights": models.with_rest(weights, rest), "activations": activations}
-        chosen |= {"backend": backend, "device": device, "dtype": dtype}
-        chosen |= {"gpu_memory": gpu_memory, "gpu_experts": gpu_experts, "moves": moves, "cpu_threads": cpu_threads}
-        models.check_options(**chosen)
-        path = ui.located(path, revision, as_json)
-        model, tokenizer = models.load(path, **chosen)
+        path, model, tokenizer = models.open_model(path, options, as_json)
         if not as_json:
             models.announce(path, model, ui.console(error=True))
         answering = Answering(model, tokenizer, seed)

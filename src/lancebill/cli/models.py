@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,6 +60,33 @@ Dtype = Annotated[
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of a command that runs a model in this process."""
+
+    revision: ui.Revision = None
+    weights: Weights = None
+    rest: Rest = None
+    activations: Activations = None
+    backend: Backend = "auto"
+    device: Device = "cpu"
+    gpu_memory: GpuMemory = None
+    gpu_experts: GpuExperts = None
+    moves: Moves = "off"
+    cpu_threads: CpuThreads = None
+    dtype: Dtype = "auto"
+
+
+def open_model(path: Path, options: ModelOptions, as_json: bool) -> tuple[Path, Any, Any]:
+    """The local path of a model, the model, and its tokenizer. Options are checked before a model is downloaded."""
+    ui.check_path(path, as_json)
+    chosen = asdict(options)
+    revision, chosen["weights"] = chosen.pop("revision"), with_rest(options.weights, chosen.pop("rest"))
+    check_options(**chosen)
+    path = ui.located(path, revision, as_json)
+    return path, *load(path, **chosen)
+
+
 def with_rest(weights: str | None, rest: str | None) -> Any:
     """The rules that --weights and --rest give."""
     return weights if rest is None else {"experts": weights, "rest": rest}
@@ -108,13 +136,12 @@ def check_options(
     Whoever asks in a command for a split expects a GPU to be used.
     """
     from lancebill.moe.device import parse_device
+    from lancebill.split.split import check_has_gpu
 
-    on_cpu = parse_device(device).kind == "cpu"
+    if parse_device(device).kind == "cpu":
+        check_has_gpu(gpu_memory, gpu_experts, f"device '{device}'", "--device cuda")
     if dtype not in DTYPES:
         raise SpecError("this dtype is not supported", where="--dtype", expected=" or ".join(DTYPES), got=dtype)
-    if on_cpu and (gpu_memory is not None or gpu_experts is not None):
-        what, where = "this is for a model on a GPU", "--gpu-experts" if gpu_memory is None else "--gpu-memory"
-        raise SpecError(what, where=where, got=f"device '{device}'", hint="--device cuda")
     from lancebill.backends import oracle
     from lancebill.layer.check_split import check_split
     from lancebill.layer.rules import CHECKPOINT, split_rest

@@ -83,7 +83,7 @@ def _serve_with_vllm(path: Path, revision: str | None, options: dict[str, Any], 
 
     server_start(str(path), options, words)  # raises for wrong options before a model is downloaded
     start = server_start(str(ui.located(path, revision, as_json=False)), options, words)
-    os.execve(start.command[0], start.command, start.environment())
+    os.execve(start.command[0], start.command, start.environment)
 
 
 def _serve_with_transformers(

@@ -78,6 +78,16 @@ def check_count(experts: int) -> int:
     return experts
 
 
+def check_has_gpu(gpu_memory: int | str | None, gpu_experts: int | None, device: str, hint: str) -> None:
+    """Raise if a command's options ask for a split where only a CPU, described by `device`, computes.
+
+    `hint` says what to do about it. The library's functions do not ask: on a CPU, both parts compute there.
+    """
+    if gpu_memory is not None or gpu_experts is not None:
+        where = "--gpu-experts" if gpu_memory is None else "--gpu-memory"
+        raise SpecError("experts are split between a GPU and the CPU", where=where, got=device, hint=hint)
+
+
 def parse_bytes(given: int | str, where: str | None = None) -> int:
     """A number of bytes, or a text such as "20GiB" or "20 GB". `where` is what an error names."""
     number, unit = -1.0, ""

@@ -28,7 +28,7 @@ from lancebill.bench.check import check_output, expected_rows
 from lancebill.bench.first_forward import FirstForward, first_forward
 from lancebill.bench.peers_marlin import pad_halves
 from lancebill.bench.results import BenchCase, BenchRow, BenchSetup
-from lancebill.bench.run import check_placement, run_benchmark
+from lancebill.bench.run import check_setup, run_benchmark
 from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
@@ -481,6 +481,10 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--weights", "int40"),
         ("--device", "abacus"),
         ("--device", "sm_90"),
+        ("--backend", "none"),
+        ("--first-forward", "--backend", "none"),
+        ("--first-forward", "--peers", "none"),
+        ("--first-forward", "--routing", "wild"),
         ("--json", "no/such/folder/file"),
     ],
 )
@@ -494,7 +498,7 @@ def test_threads_are_as_before_after_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     during: list[tuple[int, HostThreads]] = []
     threads, host = torch.get_num_threads(), HostThreads(2)
     monkeypatch.setattr(host_calls, "_THREADS", [host])
-    monkeypatch.setattr(run, "check_placement", lambda setup: None)
+    monkeypatch.setattr(run, "check_setup", lambda setup: None)
     monkeypatch.setattr(run, "_measure", lambda *_: during.append((torch.get_num_threads(), host_calls.host_threads())))
     run_benchmark(BenchSetup(SHAPE, "mxfp4", threads=1, split=1, cpu_threads=1))
     assert during == [(1, HostThreads.choose(1))]
@@ -509,7 +513,7 @@ def test_the_text_says_what_is_split() -> None:
 
 def test_an_unsupported_request_is_refused() -> None:
     with pytest.raises(UnsupportedProblem, match="need the CPU kernels"):
-        check_placement(BenchSetup(SHAPE, "bf16", device="sm_90", split=1))
+        check_setup(BenchSetup(SHAPE, "bf16", device="sm_90", split=1))
     with pytest.raises(SpecError, match="no backend is called"):
         run_benchmark(BenchSetup(SHAPE, "mxfp4", backends=("none",)))
     with pytest.raises(SpecError, match="unknown simulated routing"):

@@ -22,7 +22,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.cli import console as ui
 from lancebill.cli import engines
 from lancebill.cli.main import app
-from lancebill.errors import BadValue, CheckpointProblems, LaunchError, ranges
+from lancebill.errors import BadValue, CheckpointProblems, LaunchError, SpecError, ranges
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.testing.checkpoints import Geometry, generate, save
@@ -480,6 +480,9 @@ def test_an_output_that_cannot_be_written_is_no_traceback() -> None:
 
 
 def test_a_server_that_does_not_start_or_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError, match="refuses its options"), engines.running_server(["nowhere"]):
+        pass
+    monkeypatch.setattr(engines, "USAGE", -1)
     with pytest.raises(LaunchError, match="did not start"), engines.running_server(["nowhere"]):
         pass
     monkeypatch.setattr(engines, "START_LIMIT", 0.0)

