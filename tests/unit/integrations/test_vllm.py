@@ -406,6 +406,21 @@ def test_require_refuses_before_anything_is_read() -> None:
             Takeover(settings(mode="require"), source, random=False, copies=False).decide(0, options, refusals)
 
 
+def test_a_layer_without_a_number_is_left_with_a_word_or_refused() -> None:
+    """Its tensors may be any that no other layer takes."""
+    made, name = make_checkpoint(layers=2), "model.blocks.mlp.experts"
+    offered = take(made, Settings(), layers=1)
+    offered.leave(name, "cuda")
+    assert f"; {name}: vLLM (the name of these experts" in offered.summary()
+    assert {left for left, _ in offered.divert(stream(made))} == {each for each in made.tensors if ".layers.1." in each}
+    for chosen, device, why in (
+        ({"mode": "require"}, "cpu", "mode: require"),
+        ({"gpu_experts": 1}, "cuda", "on the GPU"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=f"{name}: .*exactly one number.*{why}"):
+            Takeover(settings(**chosen), source_of(made), random=False, copies=False).leave(name, device)
+
+
 def test_the_reference_is_taken_only_on_request() -> None:
     made = make_checkpoint(layers=1)
     source = Source("model", made.config, made.headers)

@@ -63,7 +63,7 @@ def building() -> Iterator[ModelUnderConstruction]:
         if before is not None and _settings(vllm_config).linear == OFFER:
             _offer_dense_layers(vllm_config, made.ask())
         yield made
-        if made.takeover is not None and made.takeover.decisions:
+        if made.takeover is not None and (made.takeover.decisions or made.takeover.unnumbered):
             logger.info("routed experts: %s", made.takeover.summary())
     finally:
         vllm_config.quant_config = before

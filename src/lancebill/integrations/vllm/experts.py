@@ -152,6 +152,8 @@ class Offered:
             if takeover.decide(index, options, refusals(moe_config), form).taken:
                 self.taken = ExpertsMethod(moe_config, takeover, index)
                 return self.taken
+        elif takeover is not None:
+            takeover.leave(prefix, torch.device(moe_config.device).type)
         return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
 
     def get_expert_weights(self: Any) -> Any:

@@ -28,6 +28,8 @@ from lancebill.moe.placement import Placement
 from lancebill.moe.problem import INDEXED
 from lancebill.split.host_threads import HostThreads
 
+UNNUMBERED = "the name of these experts does not hold exactly one number, that of their layer"
+
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
@@ -67,6 +69,7 @@ class Takeover:
         self.random, self.copies = random, copies
         self.decisions: dict[int, Decision] = {}
         self.layers: dict[int, RoutedExperts] = {}
+        self.unnumbered: list[str] = []  # names of layers that were left to vLLM because they hold no number
         self.others: OtherWeights | None = None  # set where vLLM's layers are plain and the checkpoint's are not
         self._maps: dict[int, Tensor] = {}  # expert maps, outside of vLLM's memory pool
         self._experts: ModelExperts | None = None
@@ -85,6 +88,13 @@ class Takeover:
         self.decisions[index] = decision
         return decision
 
+    def leave(self, name: str, device: str) -> None:
+        """Leave a layer whose name does not say which one it is; an error if none on this device may be left."""
+        why = self.settings.must_take(device)
+        if why is not None:
+            raise UnsupportedProblem(UNNUMBERED, where=f"{self.source.path}, {name}", hint=why)
+        self.unnumbered.append(name)
+
     def experts(self) -> ModelExperts:
         if self._experts is None:
             raise LaunchError("no layer of this model was offered to lancebill", where=self.source.path)
@@ -97,7 +107,9 @@ class Takeover:
             if claim is None or claim.router is not None:
                 yield name, tensor
             elif claim.layer not in self.decisions:
-                continue  # of another pipeline stage, or of a layer that this model does not have
+                if self.unnumbered:
+                    yield name, tensor  # perhaps of one of these
+                continue  # else of another pipeline stage, or of a layer that this model does not have
             elif not self.decisions[claim.layer].taken:
                 yield name, tensor
             else:
@@ -169,7 +181,8 @@ class Takeover:
         groups: dict[str, list[int]] = {}
         for index, decision in sorted(self.decisions.items()):
             groups.setdefault(decision.text, []).append(index)
-        return "; ".join(f"layers {ranges(layers)}: {text}" for text, layers in groups.items())
+        numbered = [f"layers {ranges(layers)}: {text}" for text, layers in groups.items()]
+        return "; ".join([*numbered, *(f"{name}: vLLM ({UNNUMBERED})" for name in self.unnumbered)])
 
     def _restore_map(self, index: int, layer: RoutedExperts) -> None:
         """vLLM's sleep mode (level 2) drops the memory of everything that was allocated while loading."""
