@@ -388,4 +388,4 @@ def test_the_reports_say_how_the_rest_is_computed(model: Path, tmp_path: Path, m
     assert said in str(loaded.lancebill_reports()) and said in str(loaded.lancebill_rest)
     assert "declares" not in str(loaded.lancebill_reports()[0])
     plain = lancebill.from_pretrained(tmp_path / "bf16", dtype="float32")
-    assert plain.lancebill_rest.computes == "fp32"
+    assert plain.lancebill_rest.not_quantised == "fp32"

@@ -198,7 +198,7 @@ def announce(path: Path, model: Any, out: Console) -> None:
     out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts{more}", soft_wrap=True)
     for kind, layers in kinds.items():
         out.print(f"  layers {ranges(layers)}: {escape(kind)}", soft_wrap=True)
-    out.print(f"  what is not quantised: {model.lancebill_rest.computes}", soft_wrap=True)
+    out.print(f"  what is not quantised: {model.lancebill_rest.not_quantised}", soft_wrap=True)
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def describe(model: Any) -> dict[str, Any]:
     counted = Counter(_layer_kind(report) for report in reports)
     return {
         "layers": dict(counted),
-        "not_quantised": model.lancebill_rest.computes,
+        "not_quantised": model.lancebill_rest.not_quantised,
         "expert_bytes": sum(report.bytes for report in reports),
         "host_expert_bytes": sum(report.host_bytes for report in reports),
     }

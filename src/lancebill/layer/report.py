@@ -68,10 +68,10 @@ class LoadReport:
 class LoadReports(list[LoadReport]):
     """The reports of a model's layers; prints as a table, with one row for layers that are alike.
 
-    `rest` says in which dtype everything else is computed.
+    `not_quantised` is the dtype in which everything else is computed, and why.
     """
 
-    rest: str = ""
+    not_quantised: str = ""
 
     def __str__(self) -> str:
         rows: dict[tuple[str, ...], list[LoadReport]] = {}
@@ -83,7 +83,7 @@ class LoadReports(list[LoadReport]):
             table.append((ranges([r.layer for r in alike]), *kind, f"{size:.1f}", f"{seconds:.2f}"))
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        return "\n".join([*lines, f"what is not quantised: {self.rest}"] if self.rest else lines)
+        return "\n".join([*lines, f"what is not quantised: {self.not_quantised}"] if self.not_quantised else lines)
 
     __repr__ = __str__
 

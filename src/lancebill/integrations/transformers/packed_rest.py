@@ -45,13 +45,13 @@ class RestReport:
     bytes: int = 0  # of what stays packed
     specs: dict[str, QuantSpec] = field(default_factory=dict)  # of what stays packed, by linear module
     requantized: tuple[str, ...] = ()  # modules with other numbers than the checkpoint's
-    computes: str = ""  # the dtype of what is not quantised, and why it is not the one that was stored
+    not_quantised: str = ""  # the dtype of what is not quantised, and why it is not the one that was stored
 
     def __str__(self) -> str:
         lines = [f"other modules: {self.bytes / 2**20:.1f} MiB packed"]
         lines += [f"  {count} x {kind}" for kind, count in Counter(self.packed.values()).items()]
         lines += [f"  {count} dequantised: {why}" for why, count in Counter(self.dequantized.values()).items()]
-        return "\n".join([*lines, f"  what is not quantised: {self.computes}"] if self.computes else lines)
+        return "\n".join([*lines, f"  what is not quantised: {self.not_quantised}"] if self.not_quantised else lines)
 
 
 def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestReport:

@@ -107,7 +107,7 @@ class PackedModel(GraphedGeneration):
         """The load report of each layer: specs, bytes, the backend and why it was chosen. Prints as a table."""
         assert isinstance(self, nn.Module)
         reports = LoadReports(module.report for _, module in packed_experts(self) if module.report is not None)
-        reports.rest = self.lancebill_rest.computes
+        reports.not_quantised = self.lancebill_rest.not_quantised
         return reports
 
 
@@ -157,7 +157,7 @@ def from_pretrained(
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
     model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)
     rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs))
-    model.lancebill_rest = replace(rest, computes=_computed_as(stored, wide))
+    model.lancebill_rest = replace(rest, not_quantised=_computed_as(stored, wide))
     model = model.to(target)
     if target.type == "cpu":
         if stored != wide:
