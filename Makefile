@@ -83,7 +83,7 @@ test: lint
 
 # Under -O the asserts of tests still work (see tests/conftest.py), those of the library are removed. Chosen are tests
 # of error handling and of the few modules that contain asserts (OWN_BUGS in tests/unit/test_architecture.py).
-WITHOUT_ASSERTS := $(addprefix tests/unit/,checkpoint cli/test_cli.py formats jit moe layer/test_from_tensors.py \
+WITHOUT_ASSERTS := $(addprefix tests/unit/,checkpoint cli/test_cli*.py formats jit moe layer/test_from_tensors.py \
 	layer/test_input_scales.py layer/test_layer_loading.py numbers/test_spec_names.py numbers/test_weight.py \
 	test_optimized.py)
 test-O: $(VENV)/.installed-dev

@@ -1,36 +1,25 @@
-"""The CPU kernels at every level: accuracy, determinism across thread counts, calls from several threads."""
+"""The CPU kernels at every level: accuracy, determinism across thread counts, two layers at once."""
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-import signal
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
+from cpu_work import BOUNDS, CPU, LEVELS, LIBRARY, Work, repeat_from_two_threads, work
 from torch import Tensor
 
 from lancebill.backends import oracle
-from lancebill.backends.base import Backend
 from lancebill.backends.cpu import BACKEND, Cpu, native
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.reference import BACKEND as REFERENCE
-from lancebill.bench.workload import Weights, batches
+from lancebill.bench.workload import Weights
 from lancebill.errors import LaunchError
-from lancebill.layer.parts import LayerParts
-from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.activation import Activation
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Indexed
-from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Problem
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import CODEBOOK
@@ -38,14 +27,7 @@ from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_sp
 from lancebill.testing import judge
 from lancebill.testing.layers import layer_problem, worst_row
 
-CPU = Device("cpu")
-LIBRARY = native.library()
-LEVELS = () if LIBRARY is None else LIBRARY.levels
-
-
 CASES = {case.name: case for case in judge.cases()}
-# Largest relative error of a row against the reference, by input type (see docs/numerics.md).
-BOUNDS = {"bf16": 4e-3, "fp32": 2e-6, "int8": 6e-3}  # a few quantised inputs may round the other way
 IQ4, BYTES = "iq4-g32:fp16", "int8-g128-zp"  # codes and tables of eight bits, with a center and with zero points
 SIX_BITS = ("int6-g16:fp32", "int5-g32-zp")  # four columns of codes in three bytes
 # GGUF's Q4_K and Q6_K: small scales under a factor.
@@ -70,51 +52,6 @@ def test_every_level_computes_every_case(name: str, level: IsaLevel) -> None:
     if reasons:
         pytest.skip("; ".join(map(str, reasons)))
     judge.compare(case, judge.compute(backend, case, judge.pack_weights(backend, case, CPU), CPU), truth(name))
-
-
-class Work:
-    """A layer of realistic width with a batch, and the reference results."""
-
-    def __init__(self, spec: str, activations: str, tokens: int, experts: int, top_k: int) -> None:
-        activation = Activation("swigluoai", limit=7.0) if tokens == 5 else Activation()
-        self.problem = layer_problem(
-            spec,
-            activations,
-            hidden=1024,
-            intermediate=384,
-            experts=experts,
-            top_k=top_k,
-            bias=tokens == 5,
-            activation=activation,
-        )
-        self.packed = packed_weights(self.problem, BACKEND)
-        self.batch = batches(self.problem, tokens, "uniform", 1, torch.device("cpu"))[0]
-
-    def run(self, backend: Cpu) -> Tensor:
-        plan = backend.plan(self.problem, self.batch.x.shape[0], CPU)
-        dispatch = Indexed(self.batch.ids, self.batch.weights)
-        return backend.run(plan, self.batch.x, dispatch, self.packed, torch.full_like(self.batch.x, torch.nan))
-
-    def reference(self) -> Tensor:
-        plan = REFERENCE.plan(self.problem, 1, CPU)
-        packed = packed_weights(self.problem, REFERENCE)
-        out = torch.empty(self.batch.x.shape, dtype=torch.float32)
-        return REFERENCE.run(plan, self.batch.x, Indexed(self.batch.ids, self.batch.weights), packed, out)
-
-
-@lru_cache(maxsize=4)
-def layer_weights(problem: Problem) -> Weights:
-    return Weights(problem, torch.device("cpu"))
-
-
-@lru_cache(maxsize=4)
-def packed_weights(problem: Problem, backend: Backend) -> dict[str, Packed]:
-    return layer_weights(problem).packed(backend.layout(problem))
-
-
-@cache
-def work(spec: str, activations: str = "bf16", tokens: int = 3, experts: int = 6, top_k: int = 3) -> Work:
-    return Work(spec, activations, tokens, experts, top_k)
 
 
 def bound(layer_work: Work, level: IsaLevel, activations: str) -> float:
@@ -188,24 +125,6 @@ def test_batch_invariant_rows(spec: str, activations: str, level: IsaLevel) -> N
     some = [everything[:n] for n in (2, 3, 4, 5, 9, 23)]
     for rows in (*everything[::7].split(1), *some, everything.flip(0)):
         assert torch.equal(computed(rows), whole[rows])
-
-
-def repeat_from_two_threads(call: Callable[[int], Tensor], alone: list[Tensor], times: int) -> None:
-    """Calls from two threads at once: every result equals that of the call alone."""
-    together: list[list[Tensor]] = [[], []]
-
-    def repeat(which: int) -> None:
-        for _ in range(times):
-            together[which].append(call(which))
-
-    threads = [threading.Thread(target=repeat, args=(which,)) for which in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for which in (0, 1):
-        assert len(together[which]) == times
-        assert all(torch.equal(result, alone[which]) for result in together[which])
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -283,164 +202,6 @@ def test_largest_sums_do_not_overflow(spec: str, activations: str, level: IsaLev
         got = backend.run(plan, x.bfloat16(), Contiguous(torch.tensor([0, rows])), {"w13": packed}, out)
         want = x @ dequantize(weight).T
         assert ((got - want).abs() / want.abs()).max() <= 4e-3
-
-
-def module(layer_work: Work) -> RoutedExperts:
-    return RoutedExperts(LayerParts(oracle.select(layer_work.problem, CPU, "cpu"), layer_work.packed))
-
-
-@pytest.fixture
-def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each call that did not take the fast path."""
-    tokens: list[int] = []
-    compute = RoutedExperts.compute
-
-    def recording_compute(layer: RoutedExperts, x: Tensor, *args: Tensor) -> Tensor:
-        tokens.append(x.shape[0])
-        return compute(layer, x, *args)
-
-    monkeypatch.setattr(RoutedExperts, "compute", recording_compute)
-    return tokens
-
-
-@pytest.mark.parametrize("activations", BOUNDS)
-def test_second_call_is_fast_and_bit_identical(slow_calls: list[int], activations: str) -> None:
-    """Also with other tensors and other thread counts."""
-    layer_work, before = work("int4-g32", activations, 5), torch.get_num_threads()
-    layer, batch = module(layer_work), layer_work.batch
-    results = [layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)]
-    try:
-        for threads in (before, 1, 2):
-            torch.set_num_threads(threads)
-            out = torch.full_like(batch.x, torch.nan)
-            layer(batch.x.clone(), topk_ids=batch.ids.clone(), topk_weights=batch.weights.clone(), out=out)
-            results.append(out)
-    finally:
-        torch.set_num_threads(before)
-    assert slow_calls == [5] and all(torch.equal(result, results[0]) for result in results)
-
-
-@pytest.mark.parametrize("what", ["int64 ids", "ids apart", "fp16 weights", "rows apart", "fp32 out", "memory", "copy"])
-def test_calls_that_do_not_fit_the_fast_path(slow_calls: list[int], what: str) -> None:
-    layer_work = work("int4-g32", "bf16", 5)
-    layer, batch, out = module(layer_work), layer_work.batch, torch.empty_like(layer_work.batch.x)
-    want = layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)
-    x, ids, weights = batch.x, batch.ids, batch.weights
-    if what == "int64 ids":
-        ids = ids.long()
-    elif what == "ids apart":
-        ids = ids.t().contiguous().t()
-    elif what == "fp16 weights":
-        want = layer(x, topk_ids=ids, topk_weights=weights.half().float())
-        weights = weights.half()
-    elif what == "rows apart":
-        x = torch.cat([x, x], 1)[:, : x.shape[1]]
-    elif what == "fp32 out":
-        out = out.float()
-    elif what == "memory":
-        layer.w13_codes.data = layer.w13_codes.data.clone()
-    else:
-        layer = copy.deepcopy(layer)
-    slow_calls.clear()
-    got = layer(x, topk_ids=ids, topk_weights=weights, out=out)
-    as_routers_give_them = what in ("int64 ids", "ids apart", "fp16 weights")
-    assert slow_calls == ([] if as_routers_give_them else [5]) and torch.equal(got.to(want.dtype), want)
-
-
-@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
-def test_meta_tensors_are_rejected(name: str) -> None:
-    layer_work = work("int4-g32", "bf16", 5)
-    layer = module(layer_work)
-    given = {"x": layer_work.batch.x, "topk_ids": layer_work.batch.ids, "topk_weights": layer_work.batch.weights}
-    given["out"] = torch.zeros_like(layer_work.batch.x)
-    for _ in range(2):
-        layer(**given)
-    given[name] = given[name].to("meta")
-    with pytest.raises(LaunchError):
-        layer(**given)
-
-
-def test_one_layer_from_two_threads_at_once(slow_calls: list[int]) -> None:
-    """The fast path is shared between threads, but each call has its own struct."""
-    layer_work = work("int4-g32", "bf16", 5)
-    layer, ids, weights = module(layer_work), layer_work.batch.ids, layer_work.batch.weights
-    inputs = [layer_work.batch.x, layer_work.batch.x.flip(0).contiguous()]
-    alone = [layer(x, topk_ids=ids, topk_weights=weights) for x in inputs]
-    repeat_from_two_threads(lambda which: layer(inputs[which], topk_ids=ids, topk_weights=weights), alone, 40)
-    assert slow_calls == [5]
-
-
-def test_a_forked_child_starts_threads_of_its_own() -> None:
-    """Threads do not survive a fork. (torch's own operations wait for theirs for ever; this batch is too small.)"""
-    layer_work, threads = work("int4-g32", "bf16", 5), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        want = layer_work.run(BACKEND)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            before = len(list(Path("/proc/self/task").iterdir()))
-            same = torch.equal(layer_work.run(BACKEND), want)
-            os._exit(0 if same and len(list(Path("/proc/self/task").iterdir())) == before + 1 else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert torch.equal(layer_work.run(BACKEND), want)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_idle_threads_sleep_and_an_interrupt_reaches_the_caller() -> None:
-    """Threads spin for microseconds after a call, then use no CPU time; signals are not delivered to them."""
-    layer_work, threads = work("int4-g32", "bf16", 5), torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        want = layer_work.run(BACKEND)
-        time.sleep(0.02)
-        start = time.process_time()
-        time.sleep(0.1)
-        assert time.process_time() - start < 0.05
-        assert torch.equal(layer_work.run(BACKEND), want), "they wake"
-    finally:
-        torch.set_num_threads(threads)
-    tasks = [task.read_text() for task in Path("/proc/self/task").glob("*/status")]
-    blocked = [int(mask, 16) for text in tasks for mask in re.findall(r"SigBlk:\s*(\w+)", text)]
-    assert sum(bool(mask >> (signal.SIGINT - 1) & 1) for mask in blocked) >= 2
-
-
-def test_ids_out_of_range_contribute_nothing() -> None:
-    layer_work = work("mxfp4", "bf16", 5)
-    layer, ids = module(layer_work), layer_work.batch.ids.clone()
-    ids[:, 1] = -1
-    want = layer(layer_work.batch.x, topk_ids=ids, topk_weights=layer_work.batch.weights)
-    ids[:, 1] = torch.tensor([6, 7, -9, 1 << 20, -(1 << 31)], dtype=torch.int32)
-    for _ in range(2):
-        assert torch.equal(layer(layer_work.batch.x, topk_ids=ids, topk_weights=layer_work.batch.weights), want)
-    ids[:] = 6
-    assert not layer(layer_work.batch.x, topk_ids=ids, topk_weights=layer_work.batch.weights).any()
-
-
-def test_strided_rows() -> None:
-    layer_work = work("mxfp4", "bf16", 5)
-    want = layer_work.run(BACKEND)
-    wide, out = torch.zeros(5, 2048, dtype=torch.bfloat16), torch.full((5, 1030), torch.nan, dtype=torch.bfloat16)
-    wide[:, 512:1536] = layer_work.batch.x
-    plan = BACKEND.plan(layer_work.problem, 5, CPU)
-    dispatch = Indexed(layer_work.batch.ids, layer_work.batch.weights)
-    BACKEND.run(plan, wide[:, 512:1536], dispatch, layer_work.packed, out[:, 3:1027])
-    assert torch.equal(out[:, 3:1027], want)
-    assert out[:, :3].isnan().all() and out[:, 1027:].isnan().all()
-
-
-def test_no_tokens() -> None:
-    layer_work = work("mxfp4", "bf16", 5)
-    none = Indexed(layer_work.batch.ids[:0], layer_work.batch.weights[:0])
-    out = BACKEND.run(
-        BACKEND.plan(layer_work.problem, 0, CPU),
-        layer_work.batch.x[:0],
-        none,
-        layer_work.packed,
-        layer_work.batch.x[:0].clone(),
-    )
-    assert out.shape == (0, 1024)
 
 
 def test_tiles_need_weights_that_fit_bf16() -> None:

@@ -20,7 +20,7 @@ from lancebill.native import build
 
 TESTS = Path(__file__).parents[1]
 DEFAULT = (
-    "backends/test_cpu.py", "backends/test_cpu_layout.py", "backends/test_cpu_route.py",
+    "backends/test_cpu.py", "backends/test_cpu_calls.py", "backends/test_cpu_layout.py", "backends/test_cpu_route.py",
     "backends/test_cpu_decode_program.py", "e2e/test_native_decoder.py", "unit/backends/test_packing.py",
     "unit/split/test_host_calls.py", "unit/split/test_mailbox.py", "unit/numbers/test_native_numbers.py",
 )  # fmt: skip

@@ -1,0 +1,134 @@
+"""The vLLM plugin without vLLM: layers that are refitted, and experts that vLLM moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layer_checkpoints import make_checkpoint, make_inputs
+from takeovers import OPTIONS, settings, stream, take
+
+from lancebill import Placement
+from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.integrations.vllm.placement import (
+    experts_of,
+    slots_of,
+)
+from lancebill.integrations.vllm.settings import Settings
+from lancebill.integrations.vllm.takeover import Source, Takeover
+from lancebill.testing.checkpoints import Generated
+
+
+def test_refits_are_exact_and_may_come_in_pieces() -> None:
+    made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
+    takeover = take(made, Settings())
+    list(takeover.divert(stream(made)))
+    layer, _ = takeover.finish(0), takeover.finish(1)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for source in (other, made):
+        pairs = stream(source)
+        for first in range(0, len(pairs), 5):  # pieces cut experts apart
+            list(takeover.divert(pairs[first : first + 5]))
+            takeover.end_stream()
+        same = all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+        assert same == (source is made)
+
+
+def test_a_reload_restores_what_sleep_mode_dropped() -> None:
+    made = make_checkpoint(layers=1)
+    options = replace(OPTIONS, placement=Placement(ep_rank=1, ep_size=2))
+    takeover = Takeover(Settings(), Source("model", made.config, made.headers), random=False, copies=False)
+    takeover.decide(0, options, ())
+    list(takeover.divert(stream(made)))
+    layer = takeover.finish(0)
+    before = {name: tensor.clone() for name, tensor in layer.named_parameters()}
+    assert layer.expert_map is not None
+    expected = layer.expert_map.tolist()
+    for tensor in (*layer.parameters(), layer.expert_map):
+        tensor.data.zero_()
+    list(takeover.divert(stream(made)))
+    takeover.end_stream()
+    assert layer.expert_map.tolist() == expected == [-1, -1, 0, 1]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.named_parameters())
+
+
+def on_ranks(made: Generated, redundant: int) -> list[Takeover]:
+    """One layer on two ranks, loaded."""
+    ranks = []
+    for rank in range(2):
+        takeover = Takeover(Settings(), Source("model", made.config, made.headers), random=False, copies=False)
+        takeover.decide(0, replace(OPTIONS, placement=Placement(0, 1, rank, 2, redundant=redundant)), ())
+        list(takeover.divert(stream(made)))
+        takeover.finish(0)
+        ranks.append(takeover)
+    return ranks
+
+
+def whole(made: Generated) -> Takeover:
+    """The layer on one rank."""
+    takeover = take(made, Settings(), 1)
+    list(takeover.divert(stream(made)))
+    takeover.finish(0)
+    return takeover
+
+
+def holds(takeover: Takeover, rows: list[torch.Tensor], experts: tuple[int, ...]) -> bool:
+    return all(torch.equal(mine, row[list(experts)]) for mine, row in zip(takeover.movable(0), rows, strict=True))
+
+
+def test_refits_follow_experts_that_vllm_moved() -> None:
+    made, other = make_checkpoint(layers=1), make_checkpoint(layers=1, seed=1)
+    first, second = on_ranks(made, redundant=2)  # physical ids 0 1 2 | 3 0 1
+    copies = [[3, -1], [0, 5], [1, -1], [2, 4]]  # after a move: experts 1 2 3 | 0 3 1
+    rows = whole(made).movable(0)
+    for takeover, before, after in ((first, (0, 1, 2), (1, 2, 3)), (second, (3, 0, 1), (0, 3, 1))):
+        assert holds(takeover, rows, before) and takeover.layers[0].held_experts == before
+        for mine, row in zip(takeover.movable(0), rows, strict=True):
+            mine.copy_(row[list(after)])  # vLLM moves bytes in place
+        held = experts_of(copies, slots_of(takeover.layers[0].expert_map.tolist()))  # type: ignore[union-attr]
+        assert held == after
+        takeover.hold(0, held)
+        for weights in (other, made):
+            list(takeover.divert(stream(weights)))
+            takeover.end_stream()
+            assert holds(takeover, whole(weights).movable(0), after)
+
+
+def test_moves_and_refits_do_not_overlap() -> None:
+    first, _ = on_ranks(make_checkpoint(layers=1), redundant=0)
+    with pytest.raises(LaunchError, match=r"slots \[1\]"):
+        experts_of([[0], [2]], [0, 1])
+    list(first.divert(stream(make_checkpoint(layers=1))[:1]))
+    with pytest.raises(LaunchError, match="being refitted"):
+        first.hold(0, (1, 0))
+
+
+def test_another_number_of_ranks() -> None:
+    """Elastic expert parallelism: two slots stay, first as half of four experts, then as the half of two copies."""
+    made = make_checkpoint(layers=1)
+    takeover, _ = on_ranks(made, redundant=0)
+    layer, rows = takeover.layers[0], takeover.movable(0)
+    x, ids, weights = make_inputs()
+    for expert_map in ([-1, -1, -1, -1, 0, 1], [0, 1]):
+        addresses = [row.data_ptr() for row in rows]
+        takeover.place(0, expert_map)
+        assert [row.data_ptr() for row in takeover.movable(0)] == addresses
+        assert layer.problem.global_experts == len(expert_map)
+        slots = torch.tensor(slots_of(expert_map))
+        assert layer.expert_map is not None and layer.expert_map.tolist() == expert_map
+        got = layer(x, topk_ids=slots[ids % 2], topk_weights=weights)
+        want = whole(made).layers[0](x, topk_ids=ids % 2, topk_weights=weights)
+        assert torch.equal(got, want)
+
+
+def test_layers_that_differ_cannot_be_balanced() -> None:
+    made = make_checkpoint(layers=2)
+    for rules, words in (([["0", None]], "layers 1 are vLLM's"), ([["0", None], ["1", "int8"]], "first layer's")):
+        takeover = take(made, settings(weights=rules))
+        list(takeover.divert(stream(made)))
+        taken = [index for index, decision in takeover.decisions.items() if decision.taken]
+        for index in taken:
+            takeover.finish(index)
+        with pytest.raises(UnsupportedProblem, match=words):
+            takeover.movable(taken[-1])
