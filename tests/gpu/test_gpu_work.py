@@ -139,6 +139,8 @@ FEW_ROWS = [
     ("mxfp4", {"hidden": 4096, "intermediate": 12800}),  # chunks that end inside a unit
     ("mxfp4", {"hidden": 4096, "intermediate": 14336}),  # one unit for each block
     ("mxfp4", {"hidden": 256, "intermediate": 34816, "bias": True}),  # chunks of one unit
+    ("int8", {"hidden": 480, "intermediate": 6160, "bias": True}),  # strips, the last block's partly padding
+    ("int4-g128", {"hidden": 4096, "intermediate": 11008}),  # blocks with two strips
 ]
 
 
@@ -150,6 +152,24 @@ def test_few_rows_of_one_matrix(spec: str, options: dict[str, object], tokens: i
     x = torch.randn(tokens, problem.hidden, device="cuda").bfloat16()
     valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
     compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, valid)
+
+
+EXACT = ("mxfp4", "nvfp4", "int4", "int4-g32", "int4-g128", "int4-g128-zp", "int8", "int8-g128", "int2-g64")
+
+
+@pytest.mark.plans(lambda spec, tokens: [(linear(spec, "bf16", SIZES), tokens)])
+@pytest.mark.parametrize("spec", EXACT)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+def test_few_rows_are_exact(spec: str, tokens: int) -> None:
+    """A few inputs of one among zeros, and scales that are powers of two: sums are exact, and rounded once."""
+    problem = linear(spec, "bf16", SIZES)
+    x = (torch.rand(tokens, problem.hidden, device="cuda") < 24 / problem.hidden).bfloat16()
+    edges = Contiguous(torch.tensor([0, tokens], device="cuda"))
+    got = call(gpu_backend(), problem, x, edges, packed(problem, OURS, exact=True), problem.w13.n)
+    reference, exact = registry()["reference"], torch.empty(tokens, problem.w13.n, device="cuda")
+    weights = packed(problem, "reference", exact=True)
+    reference.run(reference.plan(problem, tokens, GPU), x, edges, weights, exact)
+    assert torch.equal(got, exact.bfloat16())
 
 
 def rows_of_first_gemm(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,6 +119,7 @@ class Machine:
                 "grouped_gemm": self._grouped_gemm,
                 "decode_gemm": self._decode_gemm,
                 "few_rows_gemm": self._few_rows_gemm,
+                "strip_gemm": self._strip_gemm,
             }
             gemms.get(step.source.kernel, self._dispatch)(step, tokens)
 
@@ -188,6 +189,11 @@ class Machine:
     def _few_rows_gemm(self, step: Step, tokens: int) -> None:
         refs = {name: value for name, value in step.values.items() if isinstance(value, Ref)}
         x, out = self.tensor(refs["x_desc"]).view(-1, refs["x_desc"].mapped), self.tensor(refs["out"]).view(tokens, -1)
+        out.copy_(self._gemm(step, "w13", 0, x[:tokens], torch.ones(tokens)))
+
+    def _strip_gemm(self, step: Step, tokens: int) -> None:
+        refs = {name: value for name, value in step.values.items() if isinstance(value, Ref)}
+        x, out = self.tensor(refs["x"]).view(-1, step.values["width"]), self.tensor(refs["out"]).view(tokens, -1)
         out.copy_(self._gemm(step, "w13", 0, x[:tokens], torch.ones(tokens)))
 
 

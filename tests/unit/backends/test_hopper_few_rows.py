@@ -1,4 +1,4 @@
-"""Plans of one matrix with a few rows on Hopper: when all rows are one tile, and how blocks share it."""
+"""Plans of one matrix with a few rows on Hopper: when all rows are one tile, and how blocks share the matrix."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_chunks_share_all_stages_evenly(tiles: int, stages: int) -> None:
         assert each * -(-count // PROCESSORS) <= 1.05 * (total / PROCESSORS + BLOCKS), "no SM ends much later"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("rows", [9, 16])
 def test_up_to_16_rows_are_one_tile_and_one_launch(rows: int) -> None:
     plan = make_plan(linear(), rows)
     (step,) = steps(plan)
-    assert plan.few_rows and plan.counts and not plan.decode
-    assert dict(step.source.arguments)["x_desc"].box[0] == (8 if rows <= 8 else 16)  # type: ignore[union-attr]
+    assert plan.few_rows and plan.counts and not plan.decode and plan.strips is None
+    assert dict(step.source.arguments)["x_desc"].box[0] == 16  # type: ignore[union-attr]
     assert step.grid(rows) == step.grid(1) and step.values["x_desc"] == Ref(CALL, "x", mapped=4096)
     gemm, (tile,) = plan.first_gemm, plan.first_gemm.tiles
     assert gemm.pieces > 1
@@ -82,8 +82,38 @@ def test_units_for_most_processors_are_not_cut(n: int, blocks: int, rows: int) -
 @pytest.mark.parametrize("n", [4096, 12800, 17024, 25600])
 def test_units_for_fewer_processors_are_cut(n: int) -> None:
     """More than a sixth of all processors would have nothing to do at the end."""
-    plan = make_plan(linear(n=n), 8)
+    plan = make_plan(linear(n=n), 16)
     assert plan.few_rows and plan.first_gemm.pieces > 1
+
+
+@pytest.mark.parametrize("n", [16, 1904, 4096])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_strips_cover_all_features_and_need_no_scratch(n: int, rows: int) -> None:
+    """Nothing is exchanged between blocks: no pieces, and no counters."""
+    plan = make_plan(linear("int8", n=n), rows)
+    (step,), strips = steps(plan), plan.strips
+    assert plan.few_rows and strips is not None and strips.rows >= rows
+    assert "parts13" not in scratch(plan) and not plan.counts
+    blocks, _ = step.grid(rows)
+    assert (blocks - 1) * strips.features < n <= blocks * strips.features
+    assert 128 % strips.features == 0, "a block's strips are of one unit"
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("problem", [linear("int2-g64"), linear("nf4"), linear(k=4128), linear(n=65536)])
+def test_others_have_no_strips(problem: Problem, rows: int) -> None:
+    """Words in another order, or slow to unpack; long rows; blocks that are not resident at once."""
+    plan = make_plan(problem, rows)
+    assert plan.few_rows and plan.strips is None and steps(plan)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("n", [4096, 8192, 11008])
+@pytest.mark.parametrize("spec", ["mxfp4", "int8"])
+def test_all_blocks_of_strips_are_resident(spec: str, n: int, rows: int) -> None:
+    (step,) = steps(make_plan(linear(spec, n=n), rows))
+    found, blocks = get_binary(step.source), -(-step.grid(rows)[0] // PROCESSORS)
+    assert blocks * found.registers * found.threads <= 65536 and blocks * (found.shared + 1024) <= 228 * 1024
 
 
 def test_the_kernel_compiles() -> None:

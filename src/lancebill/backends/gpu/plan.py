@@ -11,7 +11,7 @@ from lancebill.backends.base import Plan
 from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.roofline import activated_experts
-from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
+from lancebill.backends.gpu.tiles import Rule, Strips, Tile, power_of_two
 from lancebill.backends.gpu.workspace import SECOND
 from lancebill.errors import SpecError
 from lancebill.moe.problem import FAST, INDEXED, Problem
@@ -67,6 +67,7 @@ class GpuPlan(Plan):
     w2: GemmPlan | None = None
     decode: bool = False  # each slot is a tile
     few_rows: bool = False  # of one matrix: all of them are one tile
+    strips: Strips | None = None  # of few rows: blocks have narrow strips of the matrix, and share none
     arch: int = 90  # compute capability of the GPU
     graphed: bool = False  # submit the launches as one CUDA graph
 
@@ -82,7 +83,7 @@ class GpuPlan(Plan):
     @property
     def counts(self) -> bool:
         """Whether blocks share tiles, and count the pieces of each."""
-        return self.decode or self.few_rows
+        return self.decode or (self.few_rows and self.strips is None)
 
     @property
     def slots(self) -> int:

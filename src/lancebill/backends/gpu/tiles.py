@@ -28,6 +28,25 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Strips:
+    """A block of the GEMM of one matrix for few rows: strips of 16 features, by parts of K that its warps take in
+    turns."""
+
+    count: int
+    parts: int
+    ahead: int  # slices of a warp that are being read
+    rows: int  # of the tile: 1 or 8
+
+    @property
+    def features(self) -> int:
+        return 16 * self.count
+
+    @property
+    def warps(self) -> int:
+        return self.count * self.parts
+
+
+@dataclass(frozen=True)
 class Rule:
     """The tuned choices for a number of rows per expert.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from lancebill.backends.gpu.form_constants import ELEMENT, form_constants
 from lancebill.backends.gpu.kernels.weight_form import BOX, E4M3, WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
-from lancebill.backends.gpu.tiles import Tile
+from lancebill.backends.gpu.tiles import Strips, Tile
 from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
 FEW_ROWS = "lancebill.backends.hopper.kernels.few_rows"
+STRIPS = "lancebill.backends.hopper.kernels.strips"
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 
 
@@ -96,3 +97,21 @@ def few_rows_gemm(
     }  # fmt: skip
     options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "columns")
     return KernelSource(FEW_ROWS, "few_rows_gemm", tuple(arguments), tuple(constants.items()), aligned, options)
+
+
+def strip_gemm(form: WeightForm, strips: Strips, out: str, *, bias: bool, depend: bool) -> KernelSource:
+    """The GEMM of one matrix for few rows, by strips of features."""
+    pointers = {"x": out, "codes": "i32", "scales": "i32", "out": out, "factors": "fp32", "bias": "fp32"}
+    arguments: list[tuple[str, str | Desc]] = [
+        *((name, f"*{element}") for name, element in pointers.items()),
+        *((name, "i32") for name in ("rows", "slices", "scale_blocks", "width", "columns")),
+    ]
+    constants = {
+        **form_constants(form),
+        "STRIPS": strips.count, "PARTS": strips.parts, "AHEAD": strips.ahead, "T": strips.rows, "BIAS": bias,
+        "DEPEND": depend,
+    }  # fmt: skip
+    options = (("num_warps", strips.warps),)
+    return KernelSource(
+        STRIPS, "strip_gemm", tuple(arguments), tuple(constants.items()), (*pointers, "width", "columns"), options
+    )

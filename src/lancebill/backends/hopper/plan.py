@@ -32,7 +32,8 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     decode = not few_rows and _decodes(plan, layout, forms[0]) if decode is None else decode
     launches = () if decode or few_rows else rule.launches
     gemms = [_grouped_gemm(plan, layout, name, rule, launches) for name in problem.matrices]
-    if few_rows:
+    strips = tune.strips(gemms[0].form, tokens, gemms[0].units, gemms[0].slices) if few_rows else None
+    if few_rows and strips is None:
         gemms = [_few_rows_gemm(plan, gemms[0])]
     elif decode:
         gemms = [_decode_gemm(plan, gemm) for gemm in gemms]
@@ -48,13 +49,14 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
         w2=gemms[1] if problem.w2 is not None else None,
         decode=decode,
         few_rows=few_rows,
+        strips=strips,
         graphed=tune.graphed(tokens),
     )
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
 
 
 def _has_few_rows(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
-    """Whether all rows of one matrix are one tile, which is shared by blocks. 8-bit rows are not quantised by it."""
+    """Whether all rows of one matrix are one tile. 8-bit rows are not quantised by its kernels."""
     few = plan.work == SINGLE and plan.tokens <= tune.MOST_FEW_ROWS
     return few and not form.byte_inputs and may_decode(plan, layout)
 

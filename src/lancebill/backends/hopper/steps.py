@@ -7,6 +7,7 @@ from dataclasses import replace
 from lancebill.backends.gpu import steps as shared
 from lancebill.backends.gpu.plan import GpuPlan, row_width
 from lancebill.backends.gpu.step import CALL, COUNTERS, Ref, Step, Value, scratch_ref
+from lancebill.backends.gpu.tiles import Strips
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.jit.compile import KernelSource
@@ -15,6 +16,8 @@ from lancebill.moe.problem import Problem
 
 def steps(plan: GpuPlan) -> tuple[Step, ...]:
     """All launches of one call, in order."""
+    if plan.strips is not None:
+        return (_strip_gemm(plan, plan.strips),)
     return (_few_rows_gemm(plan),) if plan.few_rows else shared.layer_steps(plan, _grouped_gemms, _decode_gemm)
 
 
@@ -95,3 +98,24 @@ def _few_rows_gemm(plan: GpuPlan) -> Step:
     }
     chunks = -(-gemm.units * -(-gemm.slices // tile.slices) // gemm.each)
     return Step(source, values, lambda m: (chunks, 1))
+
+
+def _strip_gemm(plan: GpuPlan, strips: Strips) -> Step:
+    """The GEMM of one matrix by strips of features."""
+    assert plan.rule is not None
+    gemm, shape = plan.first_gemm, plan.problem.w13
+    source = src.strip_gemm(gemm.form, strips, plan.problem.input.name, bias=shape.bias, depend=plan.rule.overlap)
+    values: dict[str, Value] = {
+        "x": Ref(CALL, "x"),
+        "codes": Ref("w13", "codes"),
+        "scales": Ref("w13", "scales" if gemm.form.scale_words else "codes"),
+        "out": Ref(CALL, "out"),
+        "factors": Ref("w13", "factors"),
+        "bias": Ref("w13", "bias" if shape.bias else "factors"),
+        "rows": lambda m: m,
+        "slices": gemm.slices,
+        "scale_blocks": gemm.scale_blocks,
+        "width": shape.k,
+        "columns": shape.n,
+    }
+    return Step(source, values, lambda m: (-(-shape.n // strips.features), 1))

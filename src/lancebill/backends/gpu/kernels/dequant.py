@@ -3,9 +3,14 @@
 This module is independent of the weight format. The form selects the PTX (`unpack_ptx.Unpack`); only the code bits and
 the width of the activations decide the register layout. Every layout conversion is asserted trivial: a layout that
 would move data between threads does not compile.
+
+Each warp has 16 rows of an operand with 16-bit numbers. All warps share the columns of a slice, or groups of warps have
+slices of their own: the layout of the sums says how many, as the first of its three dimensions.
 """
 
 from __future__ import annotations
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -133,6 +138,18 @@ def asm_tensors(form):
 
 
 @gluon.constexpr_function
+def warp_count(MMA):
+    return math.prod(MMA.warps_per_cta)
+
+
+@gluon.constexpr_function
+def operand_shape(MMA):
+    """The shape of an A operand with 16-bit numbers: slices if warps have their own, rows, columns."""
+    *slices, rows, _ = MMA.warps_per_cta
+    return [*slices, 16 * rows, 64]
+
+
+@gluon.constexpr_function
 def word_layout(rows):
     """[rows, 32] words of a half: four neighbouring words per thread, the next four 16 rows below.
 
@@ -224,18 +241,18 @@ def _separate(scales, WORDS: gl.constexpr):
         finer = ()
         for i in gl.static_range(len(parts)):
             v = parts[i]
-            halves = v.reshape([4, 4, 2, 2, v.shape[3] // 2]).permute([0, 1, 2, 4, 3]).split()
+            halves = v.reshape([v.shape[0], 4, 2, 2, v.shape[3] // 2]).permute([0, 1, 2, 4, 3]).split()
             finer += (halves[0], halves[1])
         parts = finer
     flat = ()
     for i in gl.static_range(len(parts)):
-        flat += (parts[i].reshape([4, 4, 2]),)
+        flat += (parts[i].reshape([parts[i].shape[0], 4, 2]),)
     return flat
 
 
 @gluon.jit
 def dequantise(words, scales, MMA: gl.constexpr, form: gl.constexpr):
-    """Words and scales of a half to [64, columns of a slice] as wgmma's A operand."""
+    """Words and scales of a half, or of 16 rows for each warp, to the A operand of a matrix instruction."""
     if byte_inputs(form):
         return _dequantise_bytes(words, scales, MMA, form)
     else:
@@ -250,19 +267,21 @@ def _dequantise_16(codes, scales, MMA: gl.constexpr, form: gl.constexpr):
     PACK: gl.constexpr = asm_pack(form)
     BITS: gl.constexpr = code_bits(form)
     COUNT: gl.constexpr = scale_words(form)
+    WARPS: gl.constexpr = warp_count(MMA)
+    SHAPE: gl.constexpr = operand_shape(MMA)
     words = codes[0] if two_planes(form) else codes
     if BITS == 8:
-        words = words.reshape([2, 4, 4, 2, 4, 4])  # k5, then as below
+        words = words.reshape([2, WARPS, 4, 2, 4, 4])  # k5, then as below
         ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, gl.SliceLayout(5, words.type.layout)))
     else:
-        words = words.reshape([4, 4, 2, 4, BITS])  # n5n4, n2n1, n0, k2k1, word
+        words = words.reshape([WARPS, 4, 2, 4, BITS])  # warp (n5n4), n2n1, n0, k2k1, word
         ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, words.type.layout))
     operands = (words,)
     if two_planes(form):
         third = gl.convert_layout(codes[1], gl.SliceLayout(4, words.type.layout), assert_trivial=True)
         operands += (third.expand_dims(-1),)
     if COUNT > 0:
-        each = _separate(scales.reshape([4, 4, 2, COUNT]), COUNT)
+        each = _separate(scales.reshape([WARPS, 4, 2, COUNT]), COUNT)
         for i in gl.static_range(COUNT):
             s = gl.convert_layout(each[i], ROWS_LAYOUT, assert_trivial=True)
             if BITS == 8:
@@ -274,11 +293,11 @@ def _dequantise_16(codes, scales, MMA: gl.constexpr, form: gl.constexpr):
         a = _join(parts).permute([0, 5, 1, 2, 8, 7, 6, 3, 4])
     elif BITS == 4:
         # n5n4, n2n1, n0, k2k1, k5, k0, n3, k3, k4
-        a = _join(parts).reshape([4, 4, 2, 4, 2, 2, 2, 2, 2]).permute([0, 6, 1, 2, 4, 8, 7, 3, 5])
+        a = _join(parts).reshape([WARPS, 4, 2, 4, 2, 2, 2, 2, 2]).permute([0, 6, 1, 2, 4, 8, 7, 3, 5])
     else:
         # k5, n5n4, n2n1, n0, k2k1, k4, k0, n3, k3
-        a = _join(parts).reshape([2, 4, 4, 2, 4, 2, 2, 2, 2]).permute([1, 7, 2, 3, 0, 5, 8, 4, 6])
-    return gl.convert_layout(a.reshape([64, 64]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+        a = _join(parts).reshape([2, WARPS, 4, 2, 4, 2, 2, 2, 2]).permute([1, 7, 2, 3, 0, 5, 8, 4, 6])
+    return gl.convert_layout(a.reshape(SHAPE), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit

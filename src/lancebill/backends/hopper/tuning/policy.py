@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lancebill.backends.gpu.chunks import Chunks, cut, equal_parts, even_chunks, one_tile_each, whole_tiles
-from lancebill.backends.gpu.kernels.weight_form import E4M3, S8, WeightForm
-from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
+from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, S8, WeightForm
+from lancebill.backends.gpu.tiles import Rule, Strips, Tile, power_of_two
 
 SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # shared memory per block that the driver reserves
@@ -31,6 +31,10 @@ _DECODE_BLOCKS = 3  # per SM, when decoding; or 2, see `decode_chunks`
 _TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
 MOST_FEW_ROWS = 16  # of one matrix that are one tile
+# Rows of a tile: (strips of a block, parts of K, blocks per SM), from few features to many.
+_STRIPS = {1: ((1, 8, 4), (1, 4, 8)), 8: ((1, 8, 2), (1, 4, 4), (2, 4, 3))}
+_STRIP_AHEAD = 4
+_LONGEST_STRIP = 64  # slices
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
@@ -220,6 +224,21 @@ def _cut_for(form: WeightForm, tiles: int, stages: int, resident: int, known: bo
             return whole
     parts = equal_parts(tiles, stages, resident) if known else None
     return parts or cut(tiles, stages, resident, known=known)
+
+
+def strips(form: WeightForm, rows: int, units: int, slices: int) -> Strips | None:
+    """How blocks share one matrix for few rows without pieces to exchange; None if they had better share its units.
+
+    Every block reads all of x, and a warp unpacks what it reads: both cost more than pieces where rows are long. All
+    blocks are resident: a second round of them would begin with an empty pipeline.
+    """
+    if slices > _LONGEST_STRIP or not (form.simple or form.bits == 8):
+        return None
+    tile = next((tile for tile in _STRIPS if rows <= tile), 0)
+    for count, parts, blocks in _STRIPS.get(tile, ()):
+        if units * ROWS <= 16 * count * blocks * _PROCESSORS:
+            return Strips(count, parts, _STRIP_AHEAD, tile)
+    return None
 
 
 @cache

@@ -1,0 +1,207 @@
+"""The GEMM of one matrix for a few rows of x, without pieces that blocks must exchange (Gluon).
+
+A strip is 16 features, what one warp has of a unit. A block has STRIPS of them and all of K: its warps have every
+PARTS-th slice, and add their sums in shared memory in the end, in order. So there are many small blocks: a matrix of
+4096 features has 256 strips, but only 32 units.
+
+Packed words go straight from memory to the registers of the warp that multiplies them: no other warp needs them, and
+the first reads begin a few instructions after the launch. AHEAD steps of a warp's slices are in flight. Rows of x come
+through a ring in shared memory, a round of AHEAD steps at a time. The matrix instruction is mma.sync: wgmma takes 64
+features.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from lancebill.backends.gpu.kernels import dequant
+from lancebill.backends.gpu.kernels.dequant import dequantise, form_of
+from lancebill.backends.gpu.kernels.gluon_names import view
+from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
+
+COLUMNS = gl.constexpr(64)  # of a slice
+STAGES = gl.constexpr(3)  # rounds of x: one is read, two are on their way
+
+
+@gluon.constexpr_function
+def sums_layout(PARTS, STRIPS):
+    return gl.NVMMADistributedLayout([2, 0], [PARTS, STRIPS, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def warp_bases(PARTS, STRIPS, size):
+    """Where each bit of a warp's number leads in [PARTS, STRIPS * size]."""
+    strips = [[0, size << bit] for bit in range(STRIPS.bit_length() - 1)]
+    return strips + [[1 << bit, 0] for bit in range(PARTS.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def word_layout(PARTS, STRIPS):
+    """[PARTS, words]: four neighbouring words per thread, 128 per strip."""
+    lanes = [[0, 4 << bit] for bit in range(5)]
+    warps = warp_bases(PARTS, STRIPS, 128)
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, warps, [], [PARTS, 128 * STRIPS])
+
+
+@gluon.constexpr_function
+def byte_word_layout(PARTS, STRIPS):
+    """[2, PARTS, words]: the same for each half of the columns, which are apart for codes of eight bits."""
+    lanes = [[0, 0, 4 << bit] for bit in range(5)]
+    warps = [[0, *base] for base in warp_bases(PARTS, STRIPS, 128)]
+    return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [1, 0, 0]], lanes, warps, [], [2, PARTS, 128 * STRIPS])
+
+
+@gluon.constexpr_function
+def scale_layout(PARTS, STRIPS, WORDS):
+    """[PARTS, words]: four lanes share the words of one pair of rows."""
+    inner = [[0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], *([0, WORDS << bit] for bit in range(3))]
+    warps = warp_bases(PARTS, STRIPS, 8 * WORDS)
+    return gl.DistributedLinearLayout(inner, lanes, warps, [], [PARTS, 8 * WORDS * STRIPS])
+
+
+@gluon.constexpr_function
+def row_layout(T, WARPS):
+    """[slices, T, columns] of x: vectors of 16 bytes."""
+    return gl.BlockedLayout([1, 1, 8], [1, 4, 8] if T > 1 else [4, 1, 8], [WARPS, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def result_layout(PARTS, STRIPS):
+    return gl.BlockedLayout([1, 1], [16, 2], [STRIPS, PARTS], [0, 1])
+
+
+@gluon.constexpr_function
+def slices_per_scale(form):
+    """Slices that share a block of scales; 0 if all do."""
+    return form.block_columns // form.slice_columns
+
+
+@gluon.jit
+def load_words(codes, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, form: gl.constexpr):
+    """Each warp's words of one slice; zeros where the matrix ends."""
+    SLICE: gl.constexpr = dequant.slice_rows(form) * 32
+    if dequant.code_bits(form) == 8:
+        HALVES: gl.constexpr = byte_word_layout(PARTS, STRIPS)
+        SIDES: gl.constexpr = gl.SliceLayout(0, HALVES)
+        half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, HALVES))).expand_dims(1).expand_dims(2)
+        k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, SIDES))).expand_dims(1).expand_dims(0)
+        i = gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
+        at = k * SLICE + half * (SLICE // 4) + i
+        return gl.load(codes + at, mask=(k < slices) & (at >= 0), other=0)
+    else:
+        LAYOUT: gl.constexpr = word_layout(PARTS, STRIPS)
+        k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))).expand_dims(1)
+        at = k * SLICE + gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+        return gl.load(codes + at, mask=(k < slices) & (at >= 0), other=0)
+
+
+@gluon.jit
+def load_scales(scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, form: gl.constexpr):
+    """The matching words of scales."""
+    WORDS: gl.constexpr = dequant.scale_words(form)
+    SHARED: gl.constexpr = slices_per_scale(form)
+    LAYOUT: gl.constexpr = scale_layout(PARTS, STRIPS, WORDS)
+    k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))).expand_dims(1)
+    i = gl.arange(0, 8 * WORDS * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    block = k // SHARED if SHARED > 0 else k * 0
+    return gl.load(scales + block * (64 * WORDS) + i, mask=(k < slices) & (i >= 0), other=0)
+
+
+@gluon.jit
+def load_step(codes, scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, form: gl.constexpr):
+    """What each warp needs of one slice of weights: its words, and those of scales if the form has any."""
+    words = (load_words(codes, step, slices, PARTS, STRIPS, form),)
+    if dequant.scale_words(form) > 0:
+        words += (load_scales(scales, step, slices, PARTS, STRIPS, form),)
+    return words
+
+
+@gluon.jit
+def copy_rows(x, ring, round, rows, width):
+    """Start the copies of a round's columns of x; zeros where a row or the rows end."""
+    STEP: gl.constexpr = ring.shape[1]
+    T: gl.constexpr = ring.shape[2]
+    LAYOUT: gl.constexpr = row_layout(T, gl.num_warps())
+    SIDES: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    slice = gl.arange(0, STEP, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
+    t = gl.arange(0, T, gl.SliceLayout(1, SIDES)).expand_dims(1).expand_dims(0)
+    k = (round * STEP + slice) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
+    inside = (t < rows) & (k < width)
+    async_copy.async_copy_global_to_shared(ring.index(round % STAGES), x + (t * width + k), mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def multiply_step(sums, words, x, form: gl.constexpr):
+    """Add the products of each warp's slice. A single row is replicated: mma takes eight."""
+    MMA: gl.constexpr = sums.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    PARTS: gl.constexpr = x.shape[0]
+    rows = x.permute((0, 2, 1)).load(OPERAND)
+    if x.shape[1] == 1:
+        rows, _ = gl.broadcast(rows, gl.zeros([PARTS, COLUMNS, 8], rows.dtype, OPERAND))
+    return mma_v2(dequantise(words[0], words[len(words) - 1], MMA, form), rows, sums)
+
+
+@gluon.jit
+def add_parts(sums, LAYOUT: gl.constexpr):
+    """Sums [PARTS, features, T] of the warps, added in order: [features, T]."""
+    PARTS: gl.constexpr = sums.shape[0]
+    held = gl.allocate_shared_memory(gl.float32, sums.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    held.store(sums)
+    parts = view(held, gl.float32, sums.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    total = parts.index(0).load(LAYOUT)
+    for i in gl.static_range(1, PARTS):
+        total += parts.index(i).load(LAYOUT)
+    return total
+
+
+@gluon.jit
+def strip_gemm(
+    x, codes, scales, out, factors, bias, rows, slices, scale_blocks, width, columns,
+    CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
+    STRIPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, T: gl.constexpr, BIAS: gl.constexpr,
+    DEPEND: gl.constexpr,
+):  # fmt: skip
+    """out[row, n] = sum over k of x[row, k] * W[n, k], plus the bias, for up to T rows: 1 or 8."""
+    form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
+    WORDS: gl.constexpr = 1 if dequant.scale_words(form) == 0 else 2
+    first = gl.program_id(0) * (16 * STRIPS)
+    unit = first // 128
+    strip = first % 128 // 16
+    codes += unit * slices * (dequant.slice_rows(form) * 32) + strip * 128
+    if dequant.code_bits(form) == 8:
+        codes += strip // 4 * 512  # the two halves of the columns are apart
+    scales += unit * scale_blocks * (64 * dequant.scale_words(form)) + strip * (8 * dequant.scale_words(form))
+    if DEPEND:
+        wait_for_predecessor()
+    ahead = ()
+    for i in gl.static_range(AHEAD):
+        ahead += load_step(codes, scales, i, slices, PARTS, STRIPS, form)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, T, [2, 1, 0])
+    ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, AHEAD * PARTS, T, COLUMNS], SWIZZLED)
+    steps = view(ring, ring.dtype, [STAGES * AHEAD, PARTS, T, COLUMNS], SWIZZLED)
+    for i in gl.static_range(STAGES - 1):
+        copy_rows(x, ring, i, rows, width)
+    if DEPEND:
+        let_successor_start()
+    RESULT: gl.constexpr = result_layout(PARTS, STRIPS)
+    n = first + gl.arange(0, 16 * STRIPS, gl.SliceLayout(1, RESULT))
+    factor = gl.load(factors + n)  # now: at the end the block would wait for them
+    shift = gl.load(bias + n) if BIAS else factor
+    sums = gl.zeros([PARTS, 16 * STRIPS, 8], gl.float32, sums_layout(PARTS, STRIPS))
+    for round in range((slices + AHEAD * PARTS - 1) // (AHEAD * PARTS)):
+        async_copy.wait_group(STAGES - 2)
+        copy_rows(x, ring, round + STAGES - 1, rows, width)
+        for i in gl.static_range(AHEAD):
+            sums = multiply_step(sums, ahead[:WORDS], steps.index(round % STAGES * AHEAD + i), form)
+            ahead = ahead[WORDS:] + load_step(codes, scales, (round + 1) * AHEAD + i, slices, PARTS, STRIPS, form)
+    total = add_parts(sums, RESULT) * factor.expand_dims(1)
+    if BIAS:
+        total += shift.expand_dims(1)
+    n = n.expand_dims(1)
+    t = gl.arange(0, 8, gl.SliceLayout(0, RESULT)).expand_dims(0)
+    gl.store(out + t * columns + n, total.to(out.dtype.element_ty), mask=(t < rows) & (n < columns))
