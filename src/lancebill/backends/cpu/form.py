@@ -18,7 +18,6 @@ from lancebill.backends.cpu.records import fit_records
 from lancebill.moe.layout import MatrixShape
 from lancebill.numbers.dtypes import (
     BF16,
-    CODEBOOK,
     E2M3,
     E3M2,
     E3M4,
@@ -62,6 +61,7 @@ class Values:
     center: int = 0
     step: float = 1.0
     mantissa: int = 0
+    rounded: bool = False  # the table is not exact
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> CpuForm:
     kind, input_group = _input_kind(activations)
     spec = shape.spec
     values = _values(spec.dtype)
-    if kind == abi.Input.F32 and spec.dtype.kind == CODEBOOK:
+    if kind == abi.Input.F32 and values.rounded:
         why = "fp32 inputs, more accurate than the codebook, which is rounded to 14 bits"
         raise NoForm(Reason("activations", why, "supported: bf16, fp16"))
     group = _group_size(shape, input_group)
@@ -187,12 +187,11 @@ def _table(dtype: DType) -> Values:
     """The table as integers: exact if one step divides all entries, else rounded to 14 bits of their range."""
     finite = [dtype.table[c] for c in dtype.valid_codes]
     low, high = min(*finite, 0.0), max(*finite, 0.0)
-    step = next((s for s in _steps(finite) if _divides(s, finite) and (high - low) / s <= _TWO_LOOKUPS), None)
-    if step is None:
-        step = 2.0 ** math.ceil(math.log2((high - low) / _TWO_LOOKUPS))
+    exact = next((s for s in _steps(finite) if _divides(s, finite) and (high - low) / s <= _TWO_LOOKUPS), None)
+    step = exact or 2.0 ** math.ceil(math.log2((high - low) / _TWO_LOOKUPS))
     center = round(-low / step)
     entries = [round(v / step) + center if math.isfinite(v) else 0 for v in dtype.table]
-    return Values(abi.Codes.TABLE4, tuple(entries + [0] * (16 - len(entries))), center, step)
+    return Values(abi.Codes.TABLE4, tuple(entries + [0] * (16 - len(entries))), center, step, rounded=exact is None)
 
 
 def _steps(values: list[float]) -> list[float]:
