@@ -99,7 +99,7 @@ def few_rows_gemm(
     return KernelSource(FEW_ROWS, "few_rows_gemm", tuple(arguments), tuple(constants.items()), aligned, options)
 
 
-def strip_gemm(form: WeightForm, strips: Strips, out: str, *, bias: bool, depend: bool) -> KernelSource:
+def strip_gemm(form: WeightForm, strips: Strips, slices: int, out: str, *, bias: bool, depend: bool) -> KernelSource:
     """The GEMM of one matrix for few rows, by strips of features."""
     pointers = {"x": out, "codes": "i32", "scales": "i32", "out": out, "factors": "fp32", "bias": "fp32"}
     arguments: list[tuple[str, str | Desc]] = [
@@ -108,8 +108,8 @@ def strip_gemm(form: WeightForm, strips: Strips, out: str, *, bias: bool, depend
     ]
     constants = {
         **form_constants(form),
-        "STRIPS": strips.count, "PARTS": strips.parts, "AHEAD": strips.ahead, "T": strips.rows, "BIAS": bias,
-        "DEPEND": depend,
+        "STRIPS": strips.count, "PARTS": strips.parts, "AHEAD": strips.ahead, "T": strips.rows,
+        "EXACT": slices % (strips.ahead * strips.parts) == 0, "BIAS": bias, "DEPEND": depend,
     }  # fmt: skip
     options = (("num_warps", strips.warps),)
     return KernelSource(

@@ -104,7 +104,9 @@ def _strip_gemm(plan: GpuPlan, strips: Strips) -> Step:
     """The GEMM of one matrix by strips of features."""
     assert plan.rule is not None
     gemm, shape = plan.first_gemm, plan.problem.w13
-    source = src.strip_gemm(gemm.form, strips, plan.problem.input.name, bias=shape.bias, depend=plan.rule.overlap)
+    source = src.strip_gemm(
+        gemm.form, strips, gemm.slices, plan.problem.input.name, bias=shape.bias, depend=plan.rule.overlap
+    )
     values: dict[str, Value] = {
         "x": Ref(CALL, "x"),
         "codes": Ref("w13", "codes"),

@@ -5,9 +5,9 @@ PARTS-th slice, and add their sums in shared memory in the end, in order. So the
 4096 features has 256 strips, but only 32 units.
 
 Packed words go straight from memory to the registers of the warp that multiplies them: no other warp needs them, and
-the first reads begin a few instructions after the launch. AHEAD steps of a warp's slices are in flight. Rows of x come
-through a ring in shared memory, a round of AHEAD steps at a time. The matrix instruction is mma.sync: wgmma takes 64
-features.
+the first reads begin a few instructions after the launch. AHEAD steps of a warp's slices are in flight. All columns of
+x are copied to shared memory at once, so that warps wait for each other only once. The matrix instruction is mma.sync:
+wgmma takes 64 features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lancebill.backends.gpu.kernels.gluon_names import view
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
 
 COLUMNS = gl.constexpr(64)  # of a slice
-STAGES = gl.constexpr(3)  # rounds of x: one is read, two are on their way
+LONGEST = gl.constexpr(64)  # slices of a row, for all of which x has room
 
 
 @gluon.constexpr_function
@@ -80,7 +80,16 @@ def slices_per_scale(form):
 
 
 @gluon.jit
-def load_words(codes, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, form: gl.constexpr):
+def load_inside(at, inside, EXACT: gl.constexpr):
+    """Words at these addresses; zeros outside of the matrix, unless it is known that none are."""
+    if EXACT:
+        return gl.load(at)
+    else:
+        return gl.load(at, mask=inside, other=0)
+
+
+@gluon.jit
+def load_words(codes, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr):
     """Each warp's words of one slice; zeros where the matrix ends."""
     SLICE: gl.constexpr = dequant.slice_rows(form) * 32
     if dequant.code_bits(form) == 8:
@@ -90,16 +99,18 @@ def load_words(codes, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, f
         k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, SIDES))).expand_dims(1).expand_dims(0)
         i = gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
         at = k * SLICE + half * (SLICE // 4) + i
-        return gl.load(codes + at, mask=(k < slices) & (at >= 0), other=0)
+        return load_inside(codes + at, (k < slices) & (at >= 0), EXACT)
     else:
         LAYOUT: gl.constexpr = word_layout(PARTS, STRIPS)
         k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))).expand_dims(1)
         at = k * SLICE + gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-        return gl.load(codes + at, mask=(k < slices) & (at >= 0), other=0)
+        return load_inside(codes + at, (k < slices) & (at >= 0), EXACT)
 
 
 @gluon.jit
-def load_scales(scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, form: gl.constexpr):
+def load_scales(
+    scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr
+):
     """The matching words of scales."""
     WORDS: gl.constexpr = dequant.scale_words(form)
     SHARED: gl.constexpr = slices_per_scale(form)
@@ -107,30 +118,30 @@ def load_scales(scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr,
     k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))).expand_dims(1)
     i = gl.arange(0, 8 * WORDS * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     block = k // SHARED if SHARED > 0 else k * 0
-    return gl.load(scales + block * (64 * WORDS) + i, mask=(k < slices) & (i >= 0), other=0)
+    return load_inside(scales + block * (64 * WORDS) + i, (k < slices) & (i >= 0), EXACT)
 
 
 @gluon.jit
-def load_step(codes, scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, form: gl.constexpr):
+def load_step(
+    codes, scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr
+):
     """What each warp needs of one slice of weights: its words, and those of scales if the form has any."""
-    words = (load_words(codes, step, slices, PARTS, STRIPS, form),)
+    words = (load_words(codes, step, slices, PARTS, STRIPS, EXACT, form),)
     if dequant.scale_words(form) > 0:
-        words += (load_scales(scales, step, slices, PARTS, STRIPS, form),)
+        words += (load_scales(scales, step, slices, PARTS, STRIPS, EXACT, form),)
     return words
 
 
 @gluon.jit
-def copy_rows(x, ring, round, rows, width):
-    """Start the copies of a round's columns of x; zeros where a row or the rows end."""
-    STEP: gl.constexpr = ring.shape[1]
-    T: gl.constexpr = ring.shape[2]
+def copy_rows(x, held, rows, width):
+    """Start the copies of all columns of x; zeros where a row or the rows end."""
+    T: gl.constexpr = held.shape[1]
     LAYOUT: gl.constexpr = row_layout(T, gl.num_warps())
     SIDES: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    slice = gl.arange(0, STEP, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
+    slice = gl.arange(0, LONGEST, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
     t = gl.arange(0, T, gl.SliceLayout(1, SIDES)).expand_dims(1).expand_dims(0)
-    k = (round * STEP + slice) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
-    inside = (t < rows) & (k < width)
-    async_copy.async_copy_global_to_shared(ring.index(round % STAGES), x + (t * width + k), mask=inside)
+    k = slice * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
+    async_copy.async_copy_global_to_shared(held, x + (t * width + k), mask=(t < rows) & (k < width))
     async_copy.commit_group()
 
 
@@ -163,10 +174,13 @@ def add_parts(sums, LAYOUT: gl.constexpr):
 def strip_gemm(
     x, codes, scales, out, factors, bias, rows, slices, scale_blocks, width, columns,
     CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
-    STRIPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, T: gl.constexpr, BIAS: gl.constexpr,
-    DEPEND: gl.constexpr,
+    STRIPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, T: gl.constexpr, EXACT: gl.constexpr,
+    BIAS: gl.constexpr, DEPEND: gl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = sum over k of x[row, k] * W[n, k], plus the bias, for up to T rows: 1 or 8."""
+    """out[row, n] = sum over k of x[row, k] * W[n, k], plus the bias, for up to T rows: 1 or 8.
+
+    EXACT: the slices of x are a multiple of AHEAD * PARTS.
+    """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     WORDS: gl.constexpr = 1 if dequant.scale_words(form) == 0 else 2
     first = gl.program_id(0) * (16 * STRIPS)
@@ -180,12 +194,11 @@ def strip_gemm(
         wait_for_predecessor()
     ahead = ()
     for i in gl.static_range(AHEAD):
-        ahead += load_step(codes, scales, i, slices, PARTS, STRIPS, form)
+        ahead += load_step(codes, scales, i, slices, PARTS, STRIPS, EXACT, form)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, T, [2, 1, 0])
-    ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, AHEAD * PARTS, T, COLUMNS], SWIZZLED)
-    steps = view(ring, ring.dtype, [STAGES * AHEAD, PARTS, T, COLUMNS], SWIZZLED)
-    for i in gl.static_range(STAGES - 1):
-        copy_rows(x, ring, i, rows, width)
+    held = gl.allocate_shared_memory(x.dtype.element_ty, [LONGEST, T, COLUMNS], SWIZZLED)
+    steps = view(held, held.dtype, [LONGEST // PARTS, PARTS, T, COLUMNS], SWIZZLED)
+    copy_rows(x, held, rows, width)
     if DEPEND:
         let_successor_start()
     RESULT: gl.constexpr = result_layout(PARTS, STRIPS)
@@ -193,12 +206,15 @@ def strip_gemm(
     factor = gl.load(factors + n)  # now: at the end the block would wait for them
     shift = gl.load(bias + n) if BIAS else factor
     sums = gl.zeros([PARTS, 16 * STRIPS, 8], gl.float32, sums_layout(PARTS, STRIPS))
-    for round in range((slices + AHEAD * PARTS - 1) // (AHEAD * PARTS)):
-        async_copy.wait_group(STAGES - 2)
-        copy_rows(x, ring, round + STAGES - 1, rows, width)
+    rounds = (slices + AHEAD * PARTS - 1) // (AHEAD * PARTS)
+    async_copy.wait_group(0)
+    for round in range(rounds - 1):
         for i in gl.static_range(AHEAD):
-            sums = multiply_step(sums, ahead[:WORDS], steps.index(round % STAGES * AHEAD + i), form)
-            ahead = ahead[WORDS:] + load_step(codes, scales, (round + 1) * AHEAD + i, slices, PARTS, STRIPS, form)
+            step = round * AHEAD + i
+            sums = multiply_step(sums, ahead[:WORDS], steps.index(step), form)
+            ahead = ahead[WORDS:] + load_step(codes, scales, step + AHEAD, slices, PARTS, STRIPS, EXACT, form)
+    for i in gl.static_range(AHEAD):
+        sums = multiply_step(sums, ahead[i * WORDS : (i + 1) * WORDS], steps.index((rounds - 1) * AHEAD + i), form)
     total = add_parts(sums, RESULT) * factor.expand_dims(1)
     if BIAS:
         total += shift.expand_dims(1)
