@@ -34,7 +34,7 @@ MOST_FEW_ROWS = 16  # of one matrix that are one tile
 # Rows of a tile: (strips of a block, parts of K, blocks per SM), from few features to many.
 _STRIPS = {1: ((1, 8, 4), (1, 4, 7)), 8: ((1, 8, 2), (1, 4, 3), (2, 4, 3))}
 _STRIP_AHEAD = 4
-_LONGEST_STRIP = 64  # slices
+_LONGEST_STRIP = 64  # slices: LONGEST of kernels/strips.py
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
