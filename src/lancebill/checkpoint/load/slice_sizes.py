@@ -13,7 +13,7 @@ from lancebill.checkpoint.load.staging import BUFFER_BYTES
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 LARGER = 4  # times as many of a large layer on a CPU: Python takes as long for several experts as for one
-CPU_SHARE = 16  # of such a layer's bytes, a slice has at most one in so many
+CPU_SHARE = 32  # of such a layer's bytes, a slice has at most one in so many
 SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
 WORKING_BYTES = 192 << 20  # of all threads together

@@ -47,6 +47,7 @@ from lancebill.errors import (
 )
 from lancebill.integrations.transformers import gguf_models as gguf
 from lancebill.integrations.transformers.experts_interface import register
+from lancebill.integrations.transformers.freed_memory import give_back_freed
 from lancebill.integrations.transformers.fused_modules import fuse
 from lancebill.integrations.transformers.gguf_config import config_of as gguf_config_of
 from lancebill.integrations.transformers.graphed_generation import Decoding, GraphedGeneration
@@ -163,6 +164,7 @@ def from_pretrained(
         if stored != wide:
             keep_narrow(model, stored)
         fuse(model, wide)
+    give_back_freed()
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
