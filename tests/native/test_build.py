@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from lancebill.backends.cpu import native
+from lancebill.backends.cpu.native import left_out
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.native import build, load
 
 COMPILER = build.compiler() is not None
@@ -160,3 +162,33 @@ def test_levels_that_run_here_are_built_and_the_others_compile(tmp_path: Path) -
         if source not in here:
             command = [cxx, *build.FLAGS, f"-I{build.HERE}", *source.flags, "-fsyntax-only", str(source.path)]
             assert subprocess.run(command, capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.state().why)
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="its names are Linux's, on x86")
+def test_the_instructions_of_a_level_are_those_that_the_library_asks_for() -> None:
+    library = native.library()
+    assert library is not None and set(library.levels) == {
+        level for level in IsaLevel if left_out.needed(level) <= left_out._instructions()
+    }
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.state().why)
+@pytest.mark.parametrize("machines", [build.HERE_ONLY, build.EVERYWHERE])
+def test_a_library_from_a_lesser_machine_is_used_with_a_warning(
+    machines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a shared folder, or in the image of a container. If all levels were built, the compiler lacks the others."""
+    every = {flag for level in IsaLevel for flag in left_out.needed(level)}
+    monkeypatch.setattr(left_out, "_CPUINFO", tmp_path / "cpuinfo")
+    left_out._CPUINFO.write_text(f"flags\t\t: {' '.join(every)}\n")
+    monkeypatch.delenv(load.SWITCH, raising=False)
+    opened = replace(load.open_library(build.KERNELS, "kernels"), only_here=machines == build.HERE_ONLY)
+    monkeypatch.setattr(native, "open_library", lambda *given: opened)
+    native.state.cache_clear()
+    try:
+        best = native.state().library.best  # type: ignore[union-attr]
+        warnings = [message for message in caplog.messages if "--everywhere" in message]
+        assert bool(warnings) == (machines == build.HERE_ONLY and best < IsaLevel.AMX)
+    finally:
+        native.state.cache_clear()

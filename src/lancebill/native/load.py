@@ -24,6 +24,7 @@ class Opened:
     calls: ctypes.CDLL | None
     why: str = ""
     hint: str | None = None
+    only_here: bool = False  # it lacks the ISA levels that the machine that built it does not run
 
 
 def setting() -> str:
@@ -45,9 +46,10 @@ def open_library(library: NativeLibrary, what: str) -> Opened:
     except OSError as error:
         return _unusable(f"{what} failed to load: {error}")
     calls.lancebill_sources.restype = c_char_p
-    if calls.lancebill_sources().decode().split()[0] != library.fingerprint:
+    fingerprint, *machines = calls.lancebill_sources().decode().split()
+    if fingerprint != library.fingerprint:
         return _unusable(f"{what} were built from other sources")
-    return Opened(calls)
+    return Opened(calls, only_here=build.HERE_ONLY in machines)
 
 
 def _unusable(why: str) -> Opened:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu.native import abi
 from lancebill.backends.cpu.native.abi import IsaLevel
+from lancebill.backends.cpu.native.left_out import warn_of_left_out
 from lancebill.errors import LaunchError, SpecError
 from lancebill.native.build import KERNELS
 from lancebill.native.load import OFF, SWITCH, open_library, setting
@@ -159,6 +160,8 @@ def state() -> State:
     levels = tuple(level for level in IsaLevel if calls.lancebill_levels() >> level & 1)
     chosen = setting()
     best = _parse_level(chosen, levels) if chosen else max(levels)
+    if opened.only_here and not chosen:
+        warn_of_left_out(best)
     return State(Library(calls, levels, best), f"built, runs {best}")
 
 
