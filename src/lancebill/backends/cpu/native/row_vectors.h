@@ -82,6 +82,14 @@ LANCEBILL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Loads a vector once that several instructions use.
+LANCEBILL_INLINE Floats in_register(Floats v) {
+#if defined(__AVX512F__) && defined(__x86_64__)  // not when emulated
+  __asm__("" : "+v"(v));
+#endif
+  return v;
+}
+
 // The second half of the lanes is added to the first until one is left.
 LANCEBILL_INLINE float lanes_sum(Floats v) {
 #if defined(__AVX2__)
@@ -105,6 +113,36 @@ LANCEBILL_INLINE float lanes_sum(Floats v) {
 #endif
 }
 
+// totals[i][n] = lanes_sum(sums[n][i]), whose order of additions it keeps.
+template <int N, int M>
+LANCEBILL_INLINE void lanes_sums(const Floats (&sums)[N][M], float (&totals)[M][N]) {
+#if defined(__AVX512F__)
+  if constexpr (N * M == kLanes) {  // all at once: each step halves the vectors
+    __m512 fours[4], pairs[2];
+    LANCEBILL_EACH(j, 4) {
+      __m512 eights[2];
+      LANCEBILL_EACH(half, 2) {
+        const int lane = 8 * half + j;  // of `totals`
+        const __m512 a = (__m512)sums[lane % N][lane / N], b = (__m512)sums[(lane + 4) % N][(lane + 4) / N];
+        eights[half] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+      }
+      const __m512 even = _mm512_shuffle_f32x4(eights[0], eights[1], 0x88);
+      fours[j] = _mm512_add_ps(even, _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
+    }
+    LANCEBILL_EACH(j, 2) {
+      const __m512d a = _mm512_castps_pd(fours[2 * j]), b = _mm512_castps_pd(fours[2 * j + 1]);
+      pairs[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 even = _mm512_shuffle_ps(pairs[0], pairs[1], 0x88);
+    _mm512_storeu_ps(totals[0], _mm512_add_ps(even, _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd)));
+    return;
+  }
+#endif
+  LANCEBILL_EACH(n, N) {
+    LANCEBILL_EACH(i, M) totals[i][n] = lanes_sum(sums[n][i]);
+  }
+}
+
 // Stored numbers of each type: a vector of them as fp32, one of them, and how to store one.
 struct StoredBf16 {
   using Number = uint16_t;
@@ -112,6 +150,8 @@ struct StoredBf16 {
 #if defined(__ARM_FEATURE_DOTPROD)
     const uint16x8_t numbers = vcombine_u16(vld1_u16(p), vcreate_u16(0));
     return (Floats)vzip1q_u16(vdupq_n_u16(0), numbers);  // a shift would have half the rate
+#elif defined(__AVX512F__)  // of a vector conversion GCC 12 makes two halves
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(vector_at<__m256i>(p)), 16);
 #else
     const Words wide = __builtin_convertvector(vector_at<Halves>(p), Words) << 16;
     return vector_at<Floats>(&wide);

@@ -24,7 +24,7 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
   Floats sums[N][M] = {};
   const auto add = [&](int64_t k, const Floats (&weights)[N]) __attribute__((always_inline)) {
     LANCEBILL_EACH(i, M) {
-      const Floats input = vector_at<Floats>(x + i * x_stride + k);
+      const Floats input = in_register(vector_at<Floats>(x + i * x_stride + k));
       LANCEBILL_EACH(n, N) sums[n][i] = multiply_add(weights[n], input, sums[n][i]);
     }
   };
@@ -48,9 +48,11 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
     }
     add(k, weights);
   }
-  LANCEBILL_EACH(n, N) {
-    LANCEBILL_EACH(i, M) {
-      float total = lanes_sum(sums[n][i]);
+  float totals[M][N];
+  lanes_sums(sums, totals);
+  LANCEBILL_EACH(i, M) {
+    LANCEBILL_EACH(n, N) {
+      float total = totals[i][n];
       for (int64_t j = k; j < columns; j++) {
         total = multiply_add(Stored::one(w[n * columns + j]), x[i * x_stride + j], total);
       }
