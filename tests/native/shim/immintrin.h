@@ -36,6 +36,9 @@ inline simde__m512i _mm512_cvtepu16_epi32(simde__m256i a) { return convert_each<
 inline simde__m256i _mm512_cvtepi32_epi16(simde__m512i a) { return convert_each<std::uint16_t, std::uint32_t, simde__m256i>(a); }
 inline simde__m512 _mm512_cvtepi32_ps(simde__m512i a) { return convert_each<float, std::int32_t, simde__m512>(a); }
 
+inline simde__m256i _mm256_dpwssd_avx_epi32(simde__m256i sum, simde__m256i a, simde__m256i b) {
+  return simde_mm256_dpwssd_epi32(sum, a, b);
+}
 inline simde__m256i _mm256_dpbusd_avx_epi32(simde__m256i sum, simde__m256i a, simde__m256i b) {
   return simde_mm256_dpbusd_epi32(sum, a, b);
 }

@@ -4,7 +4,8 @@
 // relative to the largest value of each group: 16-bit floats and e4m3 numbers have two planes, value = scale * (256 *
 // high + low), fp32 numbers have three, with 22 bits and a sign. Runs of eight columns of each plane alternate, so all
 // planes are at fixed offsets. A group's record also holds the start values of its sums, which account for centers and
-// zero points: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels read fp32, tiles read bf16.
+// zero points: sum (u - c) x = sum u x - c sum x. Kernels for many rows read two planes as one of 16-bit words, without
+// start values. FLOAT8 kernels read fp32, tiles read bf16.
 #pragma once
 
 #include "convert.h"
@@ -191,6 +192,24 @@ inline void to_planes(const float* __restrict values, int64_t count, float to_co
   if constexpr (Planes == 3) sums[0] = high_sum;
 }
 
+// As one plane of words. The second and third of every four are swapped, as codes are paired (many_rows.h). Returns the
+// sum.
+inline int32_t to_words(const float* __restrict values, int64_t count, float to_code, int16_t* __restrict words) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < count; k++) {
+    const int32_t q = to_int(values[k] * to_code);
+    words[k] = static_cast<int16_t>(q);
+    sum += q;
+  }
+  for (int64_t k = 0; k < count; k += kUnitColumns) {
+    uint64_t four;
+    std::memcpy(&four, words + k, sizeof four);
+    four = (four & 0xffff00000000ffff) | (four & 0xffff0000) << 16 | (four >> 16 & 0xffff0000);
+    std::memcpy(words + k, &four, sizeof four);
+  }
+  return sum;
+}
+
 template <class V>
 void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
   int8_t* plane = reinterpret_cast<int8_t*>(record);
@@ -203,7 +222,8 @@ void write_one_plane(const Packed& p, const float* codes, const float* scales, i
 }
 
 // With `scales`, the values are e4m3 codes, almost all of which fit 16 bits exactly. Values of tiny groups are changed.
-template <class V, int Planes>
+// `Words`: instead of two planes.
+template <class V, int Planes, bool Words = false>
 void write_planes(const Packed& p, float* values, const float* scales, int64_t block, uint8_t* record) {
   int8_t* planes = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + Planes * p.columns);
@@ -225,6 +245,11 @@ void write_planes(const Packed& p, float* values, const float* scales, int64_t b
     // largest exact.
     const uint32_t power = (bits_as<uint32_t>(peak / kTop[Planes]) + 0x7fffffu) & kExponentMask;
     const float step = bits_as<float>(power), to_code = bits_as<float>((254u << 23) - power);
+    if constexpr (Words) {
+      const int32_t sum = to_words(values + first, count, to_code, reinterpret_cast<int16_t*>(planes) + first);
+      groups[g] = {step * scale * p.unit, {}, 0, step * scale * static_cast<float>(sum)};
+      continue;
+    }
     to_planes<Planes>(values + first, count, to_code, planes + Planes * first, sums);
     double total = 0;
     for (int i = 0; i < Planes; i++) total = 256 * total + sums[i];
@@ -258,11 +283,21 @@ inline void rotate(float* values, int64_t columns, int64_t block) {
   for (int64_t k = 0; k < columns; k++) values[k] *= factor;
 }
 
+// How the kernel of an expert reads its input rows: records of bytes (of fp32 with FLOAT8 codes), of words, or tiles.
+enum class Form { kRecord, kWords, kTiles };
+constexpr int kForms = 3;
+
+struct InputPlace {
+  Form form;
+  TileRow tile;  // of kTiles
+};
+
 // Writes row `slot` of `inputs` from the fp32 values in `rows.values`. `V`: the level's vectors, see kernel.h.
 template <class V>
-void write_input(const Packed& p, int64_t expert, TileRow tile, RowBuffers rows, const Inputs& inputs, int64_t slot) {
+void write_input(const Packed& p, int64_t expert, InputPlace place, RowBuffers rows, const Inputs& inputs,
+                 int64_t slot) {
   const lancebill_matrix& m = *p.matrix;
-  const bool tiles = tile.start != nullptr;
+  const bool tiles = place.form == Form::kTiles;
   if (m.pre_scale != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
   }
@@ -283,7 +318,9 @@ void write_input(const Packed& p, int64_t expert, TileRow tile, RowBuffers rows,
   inputs.shared[slot] = slot;
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
-    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, tile);
+    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, place.tile);
+  } else if (place.form == Form::kWords) {
+    write_planes<V, 2, true>(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
   } else if (m.codes == LANCEBILL_FLOAT8) {
     write_floats(p, rows.values, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_INT8) {

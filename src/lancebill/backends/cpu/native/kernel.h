@@ -19,6 +19,10 @@
 //   plain_nibbles             low_nibbles and high_nibbles give 4-bit integers without a table
 //   low_six, top_pairs        6-bit codes: the low six bits of bytes; the top two bits of three bytes as one code
 //   whole_bytes               with several blocks at once: derive the sums of high nibbles from sums of whole bytes
+//   word_rows                 input rows in one call of the kernel for many rows (many_rows.h), 0 if there is none
+//   word_blocks               row blocks that it multiplies at once
+//   even_bytes, odd_bytes     bytes 0 and 2, 1 and 3 of every four, as words of 16 bits
+//   dot_words                 adds each row's product of two words, and two of an input from broadcast_pair
 //   scales, zeros, floats, signed_bytes, Minifloat  decode per-row numbers from their stored bytes
 #pragma once
 
@@ -150,6 +154,16 @@ LANCEBILL_INLINE void add_with_factors(const uint8_t* factors, int64_t block,
         sums[b][part][r] = V::zero();
       }
     }
+}
+
+// The same for vectors of whole row blocks, whose factors follow each other.
+template <class V, int Blocks, int Rows>
+LANCEBILL_INLINE void add_with_factors(const float* factors, typename V::F32 (&sums)[Blocks][Rows],
+                                       typename V::F32 (&total)[Blocks][Rows]) {
+  LANCEBILL_EACH(b, Blocks) {
+    const typename V::F32 factor = V::floats(reinterpret_cast<const uint8_t*>(factors + b * kRows), 0);
+    LANCEBILL_EACH(r, Rows) total[b][r] = V::fma(sums[b][r], factor, total[b][r]);
+  }
 }
 
 // A compile-time number as a lambda argument.

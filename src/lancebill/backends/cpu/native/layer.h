@@ -7,6 +7,7 @@
 #include "activate.h"
 #include "inputs.h"
 #include "kernel.h"
+#include "many_rows.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -145,16 +146,26 @@ bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
   return V::tiles && call.tile_rows > 0 && rows >= call.tile_rows && fits_tiles(p);
 }
 
+// The form that the inputs of an expert with so many rows have.
+template <class V>
+Form form_of(const Call& call, const Packed& p, int64_t rows) {
+  if (takes_tiles<V>(call, p, rows)) return Form::kTiles;
+  const int64_t fewest = p.plain_entries ? kWordRowsOfPlain : kWordRows;
+  return V::word_rows > 0 && rows >= fewest && p.fits_words ? Form::kWords : Form::kRecord;
+}
+
 // Multiplies row blocks [low, high) of one expert, numbered over all experts, with slots [slot, end), and writes the
 // results in any order. `next`: the block read afterwards, for prefetching.
 template <class V, class Results>
 void multiply_blocks(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot,
                      int64_t end, int thread, const Results& results) {
   const Inputs& inputs = call.inputs_of(p);
+  const Form form = form_of<V>(call, p, end - slot);
   if constexpr (V::tiles) {
-    if (takes_tiles<V>(call, p, end - slot)) {
-      return V::tile_gemm(call, p, low, high, next, slot, end, thread, results);
-    }
+    if (form == Form::kTiles) return V::tile_gemm(call, p, low, high, next, slot, end, thread, results);
+  }
+  if constexpr (V::word_rows > 0) {
+    if (form == Form::kWords) return multiply_many_rows<V>(p, inputs, low, high, slot, end, results);
   }
   (void)thread;
   int64_t block = low;
@@ -181,24 +192,25 @@ inline int64_t expert_of(const Call& call, int64_t slot) {
   return low;
 }
 
-// Where tiles read the row of `slot`; nowhere if its expert does not use them.
+// Where and how the kernel of its expert reads the row of `slot`.
 template <class V>
-TileRow tile_row_of(const Call& call, const Packed& p, int64_t slot, int64_t expert) {
+InputPlace place_of(const Call& call, const Packed& p, int64_t slot, int64_t expert) {
   const int64_t first = call.offsets[expert], rows = call.offsets[expert + 1] - first;
-  if (!takes_tiles<V>(call, p, rows)) return {};
-  return call.inputs_of(p).tile_row(first, RowTiles(rows), slot - first, p.columns);
+  const Form form = form_of<V>(call, p, rows);
+  if (form != Form::kTiles) return {form, {}};
+  return {form, call.inputs_of(p).tile_row(first, RowTiles(rows), slot - first, p.columns)};
 }
 
 // Writes one row of x as the input record of `slot`.
 template <class V>
-void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expert, TileRow tile, int thread) {
+void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expert, InputPlace place, int thread) {
   const lancebill_work& work = *call.work;
   const RowBuffers rows = row_buffers(call, thread);
   load_row(work.x, work.x_type, call.row_of[slot] * work.x_stride, p.matrix->columns, rows.values);
   if (work.weight_on_input) {
     for (int64_t k = 0; k < p.matrix->columns; k++) rows.values[k] *= call.weight_of[slot];
   }
-  write_input<V>(p, expert, tile, rows, call.inputs_of(p), slot);
+  write_input<V>(p, expert, place, rows, call.inputs_of(p), slot);
 }
 
 // Whether a token's input record is the same for all experts.
@@ -208,30 +220,29 @@ inline bool same_for_experts(const Call& call, const Packed& p) {
   return call.by_tokens() && !call.work->weight_on_input && !own;
 }
 
-// Writes each token's inputs once for tiles, which need a copy per slot, and once for the other kernels, which share
-// it.
+// Writes each token's inputs once in each form that its experts read. Tiles need a copy per slot, the others share it.
 template <class V>
 void represent_tokens(const Call& call, const Packed& p) {
   const lancebill_work& work = *call.work;
   const Inputs& inputs = call.inputs_of(p);
   parallel(work.threads, work.tokens, [&](int64_t token, int thread) {
-    int64_t first_slot[2] = {-1, -1};
+    int64_t first_slot[kForms] = {-1, -1, -1};
     TileRow first_tile = {};
     for (int64_t choice = 0; choice < work.top_k; choice++) {
       const int64_t slot = call.slot_of[token * work.top_k + choice];
       if (slot < 0) continue;
       const int64_t expert = local_expert(call, token, choice);
-      const TileRow tile = tile_row_of<V>(call, p, slot, expert);
-      const bool tiles = tile.start != nullptr;
-      if (first_slot[tiles] < 0) {
-        represent_row<V>(call, p, slot, expert, tile, thread);
-        first_slot[tiles] = slot;
-        if (tiles) first_tile = tile;
-      } else if (tiles) {
-        if constexpr (V::tiles) V::copy_tile_row(p, first_tile, tile);
-        inputs.factors[slot] = inputs.factors[first_slot[tiles]];
+      const InputPlace place = place_of<V>(call, p, slot, expert);
+      int64_t& first = first_slot[static_cast<int>(place.form)];
+      if (first < 0) {
+        represent_row<V>(call, p, slot, expert, place, thread);
+        first = slot;
+        if (place.form == Form::kTiles) first_tile = place.tile;
+      } else if (place.form == Form::kTiles) {
+        if constexpr (V::tiles) V::copy_tile_row(p, first_tile, place.tile);
+        inputs.factors[slot] = inputs.factors[first];
       } else {
-        inputs.shared[slot] = first_slot[tiles];
+        inputs.shared[slot] = first;
       }
     }
   });
@@ -245,19 +256,19 @@ void represent_inputs(const Call& call, const Packed& p) {
   parallel(call.work->threads, (slots + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
     for (int64_t slot = task * kRowsPerTask; slot < min_of((task + 1) * kRowsPerTask, slots); slot++) {
       const int64_t expert = expert_of(call, slot);
-      const TileRow tile = tile_row_of<V>(call, p, slot, expert);
+      const InputPlace place = place_of<V>(call, p, slot, expert);
       if (from_x) {
-        represent_row<V>(call, p, slot, expert, tile, thread);
+        represent_row<V>(call, p, slot, expert, place, thread);
         continue;
       }
       RowBuffers rows = row_buffers(call, thread);
       float* hidden = call.hidden + slot * call.hidden_stride();
-      if (tile.start != nullptr) {
+      if (place.form == Form::kTiles) {
         rows.values = hidden;  // may change: nothing reads it afterwards
       } else {
         std::memcpy(rows.values, hidden, sizeof(float) * p.matrix->columns);
       }
-      write_input<V>(p, expert, tile, rows, call.inputs_of(p), slot);
+      write_input<V>(p, expert, place, rows, call.inputs_of(p), slot);
     }
   });
 }
@@ -287,12 +298,19 @@ void run_first_gemm(const Call& call) {
   });
 }
 
-// Row blocks of which a task of the down GEMM has a multiple. Kernels of all blocks are the fastest; tiles, and threads
-// that would have no task, need pairs. Other levels have kernels of pairs for one row only.
+// The form of an expert with the mean number of rows.
+template <class V>
+Form usual_form(const Call& call, const Packed& p) {
+  return form_of<V>(call, p, call.offsets[call.layer->experts] / max_of(call.actives, 1));
+}
+
+// Row blocks of which a task of the down GEMM has a multiple. Kernels of all blocks are the fastest; tiles, panels, and
+// threads that would have no task, need pairs. Other levels have kernels of pairs for one row only.
 template <class V>
 int64_t blocks_of_unit(const Call& call, const Packed& p) {
-  const int64_t rows = call.offsets[call.layer->experts] / max_of(call.actives, 1);  // of an expert
-  const bool pairs = takes_tiles<V>(call, p, rows) || p.blocks / V::blocks < call.work->threads;
+  const Form form = usual_form<V>(call, p);
+  if (form == Form::kWords) return kPanelBlocks;
+  const bool pairs = form == Form::kTiles || p.blocks / V::blocks < call.work->threads;
   return V::tiles && pairs ? 2 : V::blocks;
 }
 
@@ -301,7 +319,8 @@ template <class V>
 void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
-  const int64_t each = call.summed_rows > kManyRows ? kTasksOfManyRows : kTasksPerThread, logical = p.matrix->rows;
+  const bool whole_rows = call.summed_rows > kManyRows && usual_form<V>(call, p) != Form::kWords;
+  const int64_t each = whole_rows ? kTasksOfManyRows : kTasksPerThread, logical = p.matrix->rows;
   const int64_t unit = blocks_of_unit<V>(call, p), units = (p.blocks + unit - 1) / unit;
   const int64_t tasks = work.threads == 1 ? 1 : min_of(units, each * work.threads);
   parallel(work.threads, tasks, [&](int64_t task, int thread) {

@@ -133,6 +133,16 @@ GroupArray group_array(int bytes, bool factored, int32_t groups, int32_t record_
   return array;
 }
 
+// Whether codes less their zero point are 16-bit integers, and sums of their products with the inputs 32-bit integers.
+bool fits_words(const Packed& p) {
+  const lancebill_matrix& m = *p.matrix;
+  if (m.codes == LANCEBILL_FLOAT8 || planes_of(p) != 2 || m.factor > kPanelColumns) return false;
+  const int32_t top = m.codes == LANCEBILL_TABLE4 ? p.top : m.codes == LANCEBILL_BYTE ? 255 : 63;
+  const int32_t zero = m.zero == LANCEBILL_ZERO_U8 ? 255 : m.center;
+  const int64_t largest = std::max(top, zero), inputs = static_cast<int64_t>(kTop[2]) * m.group;
+  return top <= 255 && largest * inputs <= INT32_MAX;
+}
+
 }  // namespace
 
 Packed describe(const lancebill_matrix& m, bool gated) {
@@ -154,6 +164,7 @@ Packed describe(const lancebill_matrix& m, bool gated) {
   p.unit = m.step * (m.scale == LANCEBILL_SCALE_E4M3 ? kE4m3Unit : 1);
   constexpr int kFp16Bias = 15;
   if (m.codes == LANCEBILL_FLOAT8) p.minifloat_unit = std::ldexp(1.0f, kFp16Bias - minifloat_bias(m.mantissa));
+  p.fits_words = fits_words(p);
   const int32_t center = m.zero == LANCEBILL_ZERO_U8 ? 0 : m.center;
   for (int i = 0; i < 16; i++) p.values[i] = static_cast<float>(m.table[i] - center);
   for (uint32_t i = 0; i < 256; i++) {

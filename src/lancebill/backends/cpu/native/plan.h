@@ -16,6 +16,9 @@ constexpr int kSixBitUnits = 4;   // units of 6-bit codes that are stored togeth
 constexpr int kSixBitLines = 3;   // in so many cache lines
 constexpr int kTileRows = 16;     // lines of a tile
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
+constexpr int kPanelColumns = 256;    // columns whose codes are expanded at once for many rows
+constexpr int kWordRows = 16;         // input rows of an expert from which that is faster,
+constexpr int kWordRowsOfPlain = 32;  // where codes of 4 bits need no table
 constexpr int kTileRowsByDefault = 6;  // input rows from which tiles are faster
 
 // Each cache line of codes is prefetched twice: to L2 about kFarBytes before it is read, to L1 about kNearBytes before.
@@ -62,6 +65,7 @@ struct Packed {
   float unit = 1;              // value of one table unit: step, times kE4m3Unit with E4M3 scales
   float values[16] = {};       // TABLE4: value of each code, in units
   float minifloats[256] = {};  // FLOAT8: likewise
+  bool fits_words = false;     // sums of a group fit 32 bits if codes and inputs have 16
   float minifloat_unit = 1;    // the counterpart of kE4m3Unit for this minifloat
   bool has_offsets() const { return matrix->zero >= LANCEBILL_ZERO_OFFSET_F32; }
   const uint8_t* codes(int64_t block) const { return matrix->code_bytes + block / strip * strip_bytes; }
@@ -91,7 +95,7 @@ struct TileRow {
 
 // The input rows of a GEMM: each sorted slot has a record of `stride` bytes. The tiles of an expert take the place of
 // its records: its columns one after the other, each with the lines of all its rows. The other kernels read records, so
-// slots with equal inputs share one, that of slot `shared[slot]`.
+// slots with equal inputs (and kernels that read the same form of them) share one, that of slot `shared[slot]`.
 struct Inputs {
   uint8_t* records = nullptr;
   int64_t* shared = nullptr;

@@ -94,6 +94,40 @@ struct Avx2 {
     return each<Codes>([&](int i) { return _mm256_and_si256(_mm256_srli_epi16(codes.part[i], 7), one); });
   }
 
+  static constexpr int word_rows = 4, word_blocks = 1;
+  static Codes even_bytes(Codes codes) {
+    return each<Codes>([&](int i) { return _mm256_and_si256(codes.part[i], _mm256_set1_epi16(255)); });
+  }
+  static Codes odd_bytes(Codes codes) {
+    return each<Codes>([&](int i) { return _mm256_srli_epi16(codes.part[i], 8); });
+  }
+  static Codes subtract_words(Codes a, Codes b) {
+    return each<Codes>([&](int i) { return _mm256_sub_epi16(a.part[i], b.part[i]); });
+  }
+  static Codes broadcast_words(int32_t value) {
+    return each<Codes>([&](int) { return _mm256_set1_epi16(static_cast<int16_t>(value)); });
+  }
+  static Codes words(const uint8_t* p) {
+    return each<Codes>([&](int i) {
+      const __m256i wide = _mm256_cvtepu8_epi32(load8(p + 8 * i));
+      return _mm256_or_si256(wide, _mm256_slli_epi32(wide, 16));
+    });
+  }
+  static Codes load_words(const int16_t* p) { return load(reinterpret_cast<const uint8_t*>(p)); }
+  static void store_words(int16_t* p, Codes words) {
+    for (int i = 0; i < 2; i++) _mm256_store_si256(reinterpret_cast<__m256i*>(p) + i, words.part[i]);
+  }
+  static __m256i broadcast_pair(const int16_t* x) { return broadcast4(reinterpret_cast<const int8_t*>(x)); }
+  static I32 dot_words(I32 sum, Codes words, __m256i pair) {
+    return each<I32>([&](int i) {
+#ifdef __AVXVNNI__
+      return _mm256_dpwssd_avx_epi32(sum.part[i], words.part[i], pair);
+#else
+      return keep_in_register(_mm256_add_epi32(sum.part[i], _mm256_madd_epi16(words.part[i], pair)));
+#endif
+    });
+  }
+
   static I32 broadcast(int32_t value) {
     return each<I32>([&](int) { return _mm256_set1_epi32(value); });
   }

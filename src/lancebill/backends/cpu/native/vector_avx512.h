@@ -78,6 +78,28 @@ struct Avx512 {
 #endif
   }
 
+  static constexpr int word_rows = 6, word_blocks = 2;
+  static Codes even_bytes(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi16(255)); }
+  static Codes odd_bytes(Codes codes) { return _mm512_srli_epi16(codes, 8); }
+  static Codes subtract_words(Codes a, Codes b) { return _mm512_sub_epi16(a, b); }
+  static Codes broadcast_words(int32_t value) { return _mm512_set1_epi16(static_cast<int16_t>(value)); }
+  static Codes words(const uint8_t* p) {
+    const __m512i wide = _mm512_cvtepu8_epi32(load16(p));
+    return _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+  }
+  static Codes load_words(const int16_t* p) { return keep_in_register(_mm512_load_si512(p)); }
+  static void store_words(int16_t* p, Codes words) { _mm512_store_si512(p, words); }
+  static Codes broadcast_pair(const int16_t* x) {
+    return keep_in_register(broadcast4(reinterpret_cast<const int8_t*>(x)));
+  }
+  static I32 dot_words(I32 sum, Codes words, Codes pair) {
+#ifdef __AVX512VNNI__
+    return keep_in_register(_mm512_dpwssd_epi32(sum, words, pair));
+#else
+    return keep_in_register(_mm512_add_epi32(sum, _mm512_madd_epi16(words, pair)));
+#endif
+  }
+
   static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
   static I32 subtract(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }

@@ -33,6 +33,7 @@ struct NeonVectors {
   static constexpr bool plain_nibbles = true;
   static constexpr bool whole_bytes = false;
   static constexpr bool tiles = false;
+  static constexpr int word_rows = 0;
   struct Codes {
     uint8x16_t part[Registers];
   };

@@ -20,6 +20,7 @@ struct Portable {
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
+  static constexpr int word_rows = 0;
   typedef int32_t I32 __attribute__((vector_size(16)));
   typedef float F32 __attribute__((vector_size(16)));
   typedef uint32_t Codes __attribute__((vector_size(16)));  // the four codes of a row are the bytes of its lane
