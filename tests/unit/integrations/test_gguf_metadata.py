@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def _sizes(architecture: str) -> dict[str, Any]:
         "attention.head_count",
         "context_length",
         *(k for pair in row.ratios.values() for k in pair),
+        *(row.keys.values() if row.stated else ()),
     }
     return {**dict.fromkeys(keys, 4), **row.required}
 
@@ -46,7 +48,8 @@ def _factors() -> dict[str, tuple[int, ...]]:
 
 def _config(architecture: str, path: Path, **metadata: Any) -> Any:
     stated = {**_sizes(architecture), "block_count": 1, "expert_count": 2, "expert_used_count": 1, **metadata}
-    named = {"general.architecture": architecture, **{f"{architecture}.{key}": v for key, v in stated.items()}}
+    named = {f"{architecture}.{key}": v for key, v in stated.items() if v is not None}
+    named["general.architecture"] = architecture
     write_gguf(path, named, {name: ("F32", torch.ones(shape)) for name, shape in EMBEDDING.items()})
     with Checkpoint.open(path) as checkpoint:
         return config_of(checkpoint)
@@ -57,6 +60,21 @@ def test_positions_that_are_scaled_linearly(tmp_path: Path) -> None:
     plain, scaled = _config("qwen3moe", tmp_path / "p.gguf"), _config("qwen3moe", tmp_path / "s.gguf", **scaling)
     assert plain.rope_parameters["rope_type"] == "default"
     assert scaled.rope_parameters["rope_type"] == "linear" and scaled.rope_parameters["factor"] == 4.0
+
+
+def test_a_model_that_this_transformers_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "qwen3moe", replace(ROWS["qwen3moe"], model_type="qwen99_moe"))
+    with pytest.raises(UnsupportedProblem, match=r"does not know the model.*qwen99_moe.*pip install"):
+        _config("qwen3moe", tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [("deepseek", "expert_shared_count"), ("deepseek32", "attention.indexer.top_k"), ("deepseek4", "swiglu_clamp_exp")],
+)
+def test_a_number_of_another_model_does_not_replace_a_missing_one(architecture: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedFile, match=f"{architecture}.{key}.*expected a number"):
+        _config(architecture, tmp_path / "x.gguf", **{key: None})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.gguf import read_metadata
@@ -93,6 +93,9 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     }
     other = row.variant is not None and last + row.variant[0] in checkpoint.tensors
     model_type = row.variant[1] if row.variant is not None and other else row.model_type
+    if model_type not in CONFIG_MAPPING:
+        what, hint = "this version of transformers does not know the model", "pip install --upgrade transformers"
+        raise UnsupportedProblem(what, where=where, got=model_type, hint=hint)
     try:
         return AutoConfig.for_model(model_type, **_sections(values))
     except Exception as error:
@@ -103,6 +106,9 @@ def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
     """The config's values that the metadata and the row give."""
     found = {key: file.number(stored) for key, stored in {**KEYS, **row.keys}.items()}
     values = {**row.fixed, **{key: value for key, value in found.items() if value is not None}}
+    for key, stored in row.keys.items() if row.stated else ():
+        if key not in values:
+            raise file.wrong(stored, "a number", None)
     values |= {"sliding_window": None} if values.get("sliding_window") == 0 else {}
     for heads in ("attention.head_count", "attention.head_count_kv"):
         if file.number(heads) is not None:

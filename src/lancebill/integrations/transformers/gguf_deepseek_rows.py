@@ -57,6 +57,7 @@ DEEPSEEK_ROWS: dict[str, GgufRow] = {
         {"moe_norm_min": 1.0},
         zeros=("mlp.gate.moe_statics.e_score_correction_bias",),
         required={"expert_weights_scale": 1.0},
+        stated=True,
     ),
     "deepseek2": GgufRow(
         "deepseek_v2",
@@ -84,6 +85,7 @@ DEEPSEEK_ROWS: dict[str, GgufRow] = {
         joined=_LATENT_JOINED,
         required={"expert_gating_func": 2},  # sigmoid
         latent=True,
+        stated=True,
     ),
     "deepseek4": GgufRow(
         "deepseek_v4",
@@ -133,5 +135,6 @@ DEEPSEEK_ROWS: dict[str, GgufRow] = {
             None,
         ),
         plain=("hc_attn_fn", "hc_ffn_fn", "output_hc_fn", "attn_compressor_ape", "indexer_compressor_ape"),
+        stated=True,
     ),
 }

@@ -78,7 +78,8 @@ class GgufRow:
     `layer_tensors` tell the type of a layer by a tensor that only layers of that type have; `kinds` tell it by a value
     for each layer: its key, the types for some values, and the type for all others, if there are others. `periods` are
     the keys for the distance and the first of the layers that have a tensor. `zeros` are tensors of zeros, which the
-    model adds and the file does not have. A key of the config with a dot is one of a section.
+    model adds and the file does not have. A key of the config with a dot is one of a section. Where all `keys` must be
+    `stated`, none has the default of transformers: it is that of one published model.
     """
 
     model_type: str
@@ -108,3 +109,4 @@ class GgufRow:
     plain: tuple[str, ...] = ()  # matrices that the model reads otherwise than by calling their modules
     kinds: tuple[str, Mapping[int, str], str | None] | None = None
     zeros: tuple[str, ...] = ()
+    stated: bool = False
