@@ -86,8 +86,8 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + START_LIMIT
     while time.monotonic() < end:
         if process.poll() is not None:
-            if process.returncode == USAGE:  # it has printed what is wrong
-                raise SpecError("the server refuses its options")
+            if process.returncode == USAGE:
+                raise SpecError("the server refuses its options", hint="its own message, above, says which")
             raise LaunchError("the server did not start", got=f"exit code {process.returncode}")
         try:
             with urlopen(url, timeout=HEALTH_LIMIT):

@@ -59,9 +59,10 @@ class _File:
 
     def per_layer(self, key: str, layers: int) -> tuple[Any, ...]:
         value = self.metadata.get(f"{self.architecture}.{key}")
-        if not isinstance(value, tuple) or len(value) < layers:
-            raise self.wrong(key, f"a value for each of {layers} layers", type(value))
-        return value[:layers]
+        values = value if isinstance(value, tuple) else ()
+        if len(values) < layers:
+            raise self.wrong(key, f"a value for each of {layers} layers", f"a list of {len(values)}")
+        return values[:layers]
 
     def wrong(self, key: str, expected: str, got: object) -> MalformedFile:
         what = f"the metadata '{self.architecture}.{key}' cannot be used"
