@@ -141,12 +141,28 @@ def test_building_again_builds_nothing(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_library_says_for_which_machines_it_is(tmp_path: Path, everywhere: bool) -> None:
-    built = build.build(build.NUMBERS, tmp_path / build.NUMBERS.name, everywhere=everywhere)
-    copy = replace(build.NUMBERS, name=str(built))  # an absolute name: the folder of sources stays
-    assert copy.is_current(everywhere=False)
-    assert copy.is_current(everywhere=True) == everywhere
+@pytest.mark.parametrize(("everywhere", "left_out"), [(True, True), (False, True), (False, False)])
+def test_a_library_says_whether_it_lacks_levels_of_other_machines(
+    everywhere: bool, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if this machine runs all that the compiler can build: then a warning of a lesser machine would be wrong."""
+    (tmp_path / "level.cpp").write_text("")
+    library = build.NativeLibrary(tmp_path, "lib.so")
+    if left_out:
+        monkeypatch.setattr(build, "runnable_here", lambda sources, cxx, folder: [])
+    build.build(library, library.path, everywhere=everywhere)
+    assert library.is_current(everywhere=False)
+    assert library.is_current(everywhere=True) == (everywhere or not left_out)
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+def test_a_folder_that_cannot_be_written_is_an_error_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "LIBRARIES", (build.NativeLibrary(tmp_path / "file", "lib.so"),))
+    with pytest.raises(SystemExit, match=r"lib\.so was not built: .*file"):
+        build.main([])
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)

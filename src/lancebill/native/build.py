@@ -30,7 +30,7 @@ SANITIZE = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1",
     "-Dalways_inline=unused",  # inlined kernels would take tens of minutes to compile
 )  # fmt: skip
-EVERYWHERE, HERE_ONLY = "everywhere", "here"  # which machines' ISA levels are in a library
+EVERYWHERE, HERE_ONLY = "everywhere", "here"  # whether ISA levels were left out that only other machines run
 _STAMP_SOURCE = """extern "C" __attribute__((visibility("default")))
 const char *lancebill_sources(void) {{ return "{fingerprint} {machines}"; }}
 """
@@ -129,11 +129,10 @@ def _compile_all(
     library: NativeLibrary, cxx: str, machine: str, folder: Path, extra: Sequence[str], everywhere: bool
 ) -> list[Path]:
     """Compile all sources in parallel."""
-    stamp, machines = folder / "stamp.cpp", EVERYWHERE if everywhere else HERE_ONLY
+    possible = buildable(library, cxx, machine, folder)
+    sources = possible if everywhere else runnable_here(possible, cxx, folder)
+    stamp, machines = folder / "stamp.cpp", EVERYWHERE if sources == possible else HERE_ONLY
     stamp.write_text(_STAMP_SOURCE.format(fingerprint=library.fingerprint, machines=machines))
-    sources = buildable(library, cxx, machine, folder)
-    if not everywhere:
-        sources = runnable_here(sources, cxx, folder)
 
     def compile_one(source: CppSource) -> Path:
         compiled = folder / f"{source.path.stem}.o"
@@ -203,5 +202,5 @@ def main(words: Sequence[str] | None = None) -> None:
             continue
         try:
             print(f"built {build(library, library.path, everywhere=everywhere)}")
-        except BuildFailed as error:
+        except (BuildFailed, OSError) as error:
             sys.exit(f"{library.name} was not built: {error}")
