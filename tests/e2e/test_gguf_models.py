@@ -246,6 +246,7 @@ def test_sizes_that_no_tensor_has_are_refused(key: str, value: Any, tmp_path: Pa
     names = ("token_embd.weight", *(f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up", "down")))
     metadata = {"general.architecture": "qwen3moe", "qwen3moe.block_count": 1, "qwen3moe.embedding_length": 32}
     metadata |= {"qwen3moe.attention.head_count": 2, "qwen3moe.expert_count": 2, "qwen3moe.expert_used_count": 1}
+    metadata["qwen3moe.attention.layer_norm_rms_epsilon"] = 1e-6
     tensors = {name: ("F32", torch.ones(2, 32, 32)) for name in names}
     write_gguf(tmp_path / "model.gguf", {**metadata, key: value}, tensors)
     with pytest.raises((MalformedFile, UnsupportedProblem)) as caught:

@@ -23,6 +23,7 @@ METADATA = {
     "head_count": ["num_attention_heads"],
     "vocab_size": ["vocab_size"],
     "layer_norm_rms_eps": ["rms_norm_eps", "norm_eps", "layer_norm_epsilon"],
+    "layer_norm_eps": ["layer_norm_eps"],
     "expert_count": ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
     "expert_used_count": ["moe_top_k", "num_experts_per_tok", "moe_k", "moe_topk"],
     "expert_shared_count": ["n_shared_experts", "num_shared_experts", "moe_num_shared_experts"],

@@ -31,7 +31,7 @@ def flat_config(values: dict[str, Any]) -> dict[str, Any]:
         return values
     names = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings"}
     renamed = {new: values[old] for old, new in names.items()}
-    inner = {"intermediate_size": values["ffn_config"]["ffn_hidden_size"]}
+    inner = {"intermediate_size": values["ffn_config"]["ffn_hidden_size"], "layer_norm_eps": 1e-5}
     return {**values["attn_config"], **values["ffn_config"], **values, **renamed, **inner}
 
 

@@ -32,7 +32,7 @@ def _sizes(architecture: str) -> dict[str, Any]:
         *(k for pair in row.ratios.values() for k in pair),
         *(row.keys.values() if row.stated else ()),
     }
-    return {**dict.fromkeys(keys, 4), **row.required}
+    return {**dict.fromkeys(keys, 4), "attention.layer_norm_rms_epsilon": 1e-6, **row.required}
 
 
 def _periodic() -> dict[str, tuple[int, ...]]:
@@ -70,10 +70,17 @@ def test_a_model_that_this_transformers_does_not_have(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("architecture", "key"),
-    [("deepseek", "expert_shared_count"), ("deepseek32", "attention.indexer.top_k"), ("deepseek4", "swiglu_clamp_exp")],
+    [
+        ("qwen3moe", "expert_used_count"),
+        ("qwen3moe", "attention.layer_norm_rms_epsilon"),
+        ("dbrx", "attention.layer_norm_epsilon"),
+        ("deepseek", "expert_shared_count"),
+        ("deepseek32", "attention.indexer.top_k"),
+        ("deepseek4", "swiglu_clamp_exp"),
+    ],
 )
 def test_a_number_of_another_model_does_not_replace_a_missing_one(architecture: str, key: str, tmp_path: Path) -> None:
-    with pytest.raises(MalformedFile, match=f"{architecture}.{key}.*expected a number"):
+    with pytest.raises(MalformedFile, match=f"{architecture}.{key}.*expected a (positive )?number"):
         _config(architecture, tmp_path / "x.gguf", **{key: None})
 
 

@@ -88,6 +88,7 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
             "d_model": "embedding_length",
             "n_heads": "attention.head_count",
             "max_seq_len": "context_length",
+            "rms_norm_eps": "attention.layer_norm_epsilon",  # which the model has as a constant
             "attn_config.kv_n_heads": "attention.head_count_kv",
             "attn_config.clip_qkv": "attention.clamp_kqv",
             "attn_config.rope_theta": "rope.freq_base",

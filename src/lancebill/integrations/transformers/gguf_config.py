@@ -26,6 +26,7 @@ from lancebill.integrations.transformers.gguf_rows import ROWS
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 _LAYERS = "`RoutedExperts.from_checkpoint` reads the experts of any architecture, layer by layer"
+_NEEDED = ("rms_norm_eps", "num_experts_per_tok")  # every model has them; no tensor's size contradicts a default
 _LOG_MULTIPLIER = 0.1  # the file's multiplier of the logarithm of yarn's factor, for an `mscale` of 1
 
 
@@ -105,7 +106,10 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
 
 def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
     """The config's values that the metadata and the row give."""
-    found = {key: file.number(stored) for key, stored in {**KEYS, **row.keys}.items()}
+    keys = {**KEYS, **row.keys}
+    found = {key: file.number(stored) for key, stored in keys.items()}
+    for key in _NEEDED:
+        file.need(keys[key])
     values = {**row.fixed, **{key: value for key, value in found.items() if value is not None}}
     for key, stored in row.keys.items() if row.stated else ():
         if key not in values:
