@@ -167,12 +167,13 @@ class Takeover:
         vLLM moves the experts of all layers through the buffers of one, so all layers must be packed alike.
         """
         layer, first = self.layers[index], next(iter(self.layers.values()))
-        left = [other for other, decision in self.decisions.items() if not decision.taken]
+        numbers = [other for other, decision in self.decisions.items() if not decision.taken]
+        left = [f"layers {ranges(numbers)}"] * bool(numbers) + self.unnumbered
         if left or layer.layout_signature() != first.layout_signature():
             raise UnsupportedProblem(
                 "vLLM's load balancing needs all layers packed alike",
                 where=f"layer {index}",
-                got=f"layers {ranges(left)} are vLLM's" if left else "other tensors than the first layer's",
+                got=f"{' and '.join(left)} are vLLM's" if left else "other tensors than the first layer's",
             )
         return [rows.view(torch.uint8) for rows in (*layer.expert_weights(), *layer.expert_inputs())]
 
