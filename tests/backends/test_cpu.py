@@ -135,6 +135,21 @@ def test_batch_invariant_rows(spec: str, activations: str, level: IsaLevel) -> N
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("spec", ["int4-g32", "int4-g128-zp", K_QUANTS[0]])
+def test_tiny_rows_have_the_same_bits_in_any_batch(spec: str, level: IsaLevel) -> None:
+    """Where scales of groups are too small for numbers of full precision."""
+    problem = Problem(MatrixShape("w13", 64, 512, parse_spec(spec)), None, 1, 1, 1, dispatch=CONTIGUOUS)
+    problem, backend = replace(problem, order=BATCH_INVARIANT), Cpu(level)
+    packed = Weights(problem, torch.device("cpu")).packed(backend.layout(problem))
+    x = (torch.randn(40, 512, generator=torch.Generator().manual_seed(0)) * 1e-37).bfloat16()
+    results = []
+    for rows in (40, 3):
+        plan, offsets = backend.plan(problem, rows, CPU), Contiguous(torch.tensor([0, rows]))
+        results.append(backend.run(plan, x[:rows], offsets, packed, torch.empty(rows, 64)))
+    assert results[0].isfinite().all() and torch.equal(results[0][:3], results[1])
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_two_layers_from_two_threads_at_once(level: IsaLevel) -> None:
     layers = [work("int4-g32", "bf16", 40), work("mxfp4", "int8", 40)]
     alone = [layer.run(Cpu(level)) for layer in layers]

@@ -41,8 +41,7 @@ struct StepInputs<V, Planes, true> {
 // all blocks, and each code is decoded once for all rows.
 //
 // With `whole_bytes`, a byte is low + 16 * high, where low and high belong to two blocks. The sum over whole bytes
-// minus the sum over low nibbles is then 16 times the sum over high nibbles. `value` returns that multiple for odd
-// blocks.
+// minus the sum over low nibbles is then 16 times the sum over high nibbles.
 template <class V, class Code, int InputPlanes, int First, int BlocksAtOnce, int Rows>
 struct GroupSums {
   using I32 = typename V::I32;
@@ -170,7 +169,8 @@ struct GroupSums {
   LANCEBILL_INLINE typename V::F32 value(int b, int r) const {
     typename V::F32 value = to_float(sum(b, r, 0));
     LANCEBILL_EACH(i, kSums - 1) value = V::fma(value, V::spread(kPlane), to_float(sum(b, r, i + 1)));
-    return value;
+    // Not the scale: a sixteenth of it may be too small to be exact.
+    return is_whole(b) ? V::mul(value, V::spread(1.0f / 16)) : value;
   }
 };
 

@@ -212,13 +212,11 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
         } else {
           load_scales<V>(m.scale, scales, p.scale.block, part, scale);
         }
-        LANCEBILL_EACH(i, kBlocksAtOnce) {
-          if (Group::is_whole(i)) scale[i] = V::mul(scale[i], V::spread(1.0f / 16));
+        LANCEBILL_EACH(i, kBlocksAtOnce)
           LANCEBILL_EACH(r, Rows) {
             F32& sum = scaled[b + i][part][r];
             sum = V::fma(group.value(i, r), V::mul(scale[i], V::spread(at.groups[r]->scale)), sum);
           }
-        }
       }
     };
     LANCEBILL_UNROLL
