@@ -85,22 +85,22 @@ void choose_codes(Matrix& w) {
     w.name = "bits6";
   } else if (const int kind = pick(0, 3); kind == 0) {
     m.center = 8;
-    for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(i);
+    for (int i = 0; i < 16; i++) m.table[i] = static_cast<int32_t>(i);
     w.name = "int4";
   } else if (kind == 1) {
     m.center = 12;
     m.step = 0.5f;
-    for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(12 + (i < 8 ? e2m1[i] : -e2m1[i - 8]));
+    for (int i = 0; i < 16; i++) m.table[i] = static_cast<int32_t>(12 + (i < 8 ? e2m1[i] : -e2m1[i - 8]));
     w.name = "e2m1";
   } else if (kind == 2) {  // 7 bits: too large to be summed in 16, but one byte
     m.center = 43;
     m.step = 0.125f;
-    for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(43 + (i < 8 ? iq2[i % 3] : -iq2[i % 3]));
+    for (int i = 0; i < 16; i++) m.table[i] = static_cast<int32_t>(43 + (i < 8 ? iq2[i % 3] : -iq2[i % 3]));
     w.name = "iq2";
   } else {
     m.center = 8191;
     m.step = 1.0f / 8191;
-    for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(8191 + std::lround(nf4[i] * 8191));
+    for (int i = 0; i < 16; i++) m.table[i] = static_cast<int32_t>(8191 + std::lround(nf4[i] * 8191));
     w.name = "nf4";
   }
   const int none = LANCEBILL_ZERO_NONE, byte = LANCEBILL_ZERO_U8, offset = LANCEBILL_ZERO_OFFSET_F32;
@@ -149,6 +149,20 @@ Packing packing_of(const lancebill_matrix& m, bool gated) {
   return {columns, columns / m.group, static_cast<int>(rows) / 16, nibbles, gated};
 }
 
+bool may_be_long_table(const Matrix& w) {
+  const lancebill_matrix& m = w.abi;
+  return w.name == "nf4" && m.input == LANCEBILL_INPUT_F32 && m.factor == 0 && m.zero != LANCEBILL_ZERO_U8;
+}
+
+// Entries of 24 bits: their weights are multiplied in fp32.
+void use_long_table(Matrix& w) {
+  lancebill_matrix& m = w.abi;
+  for (int32_t& entry : m.table) entry = entry * 1024 + pick(0, 1023);
+  m.center *= 1024;
+  m.step /= 1024;
+  w.name = "nf4 in fp32";
+}
+
 void choose_kinds(Matrix& w) {
   lancebill_matrix& m = w.abi;
   choose_codes(w);
@@ -161,6 +175,7 @@ void choose_kinds(Matrix& w) {
   m.input = one_of({LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_F16, LANCEBILL_INPUT_F32,
                     LANCEBILL_INPUT_INT8, LANCEBILL_INPUT_E4M3});
   m.input_group = one_of({0, 0, m.group, 2 * m.group});
+  if (may_be_long_table(w) && pick(0, 1)) use_long_table(w);
 }
 
 void allocate_codes(Matrix& w, const Packing& packing) {

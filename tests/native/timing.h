@@ -24,7 +24,7 @@ void make_timed_layer(TimedLayer& t, const char* format, int experts, int hidden
   const std::string name = format;
   lancebill_matrix m = {};
   m.step = 1, m.center = 8, m.group = 32, m.scale = LANCEBILL_SCALE_BF16, m.input = LANCEBILL_INPUT_BF16;
-  for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(i);
+  for (int i = 0; i < 16; i++) m.table[i] = static_cast<int32_t>(i);
   if (name == "int4-g128") m.group = 128;
   if (name == "int4-a8") m.input = LANCEBILL_INPUT_INT8, m.input_group = 32;
   if (name == "int4-zp") m.zero = LANCEBILL_ZERO_U8;

@@ -42,6 +42,7 @@ _UNQUANTISED_INPUTS = {BF16: abi.Input.BF16, F16: abi.Input.F16, F32: abi.Input.
 # Minifloats: mantissa bits of the 8-bit type that stores them, and the step that corrects the exponent bias.
 _MINIFLOATS = {E4M3: (3, 1.0), E5M2: (2, 1.0), E3M4: (4, 1.0), E4M3FNUZ: (3, 0.5), E2M3: (3, 1.0), E3M2: (3, 1.0)}
 _ONE_LOOKUP, _TWO_LOOKUPS = 127, 16383  # largest table entry for one and for two byte lookups
+_FLOAT_LOOKUP = 2**24 - 1  # for lookups of fp32 numbers
 # Significant bits that a scale adds to a weight: none for powers of two.
 _SCALE_BITS = {
     abi.ScaleKind.NONE: 0, abi.ScaleKind.E8M0: 0, abi.ScaleKind.E4M3: 4, abi.ScaleKind.BF16: 8,
@@ -61,7 +62,7 @@ class Values:
     center: int = 0
     step: float = 1.0
     mantissa: int = 0
-    rounded: bool = False  # the table is not exact
+    in_floats: bool = False  # multiplied in fp32: the entries of the table are too long for integer products
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,13 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> CpuForm:
     """The form of a matrix and its inputs. Raises `NoForm` with a reason if no kernel supports it."""
     kind, input_group = _input_kind(activations)
     spec = shape.spec
-    values = _values(spec.dtype)
-    if kind == abi.Input.F32 and values.rounded:
-        why = "fp32 inputs, more accurate than the codebook, which is rounded to 14 bits"
-        raise NoForm(Reason("activations", why, "supported: bf16, fp16"))
+    values = _values(spec.dtype, kind == abi.Input.F32)
     group = _group_size(shape, input_group)
     inner = [level for level in spec.scales if level.block[1] != ALL]
     zero = _zero_kind(spec, values)
     native = len(inner) == 1 and inner[0].op == MUL and inner[0].dtype in _SCALE_KINDS and not spec.minimum
-    records = _records(spec, zero, group) if values.codes in _CODES_OF_RECORDS else ()
+    integers = values.codes in _CODES_OF_RECORDS and not values.in_floats
+    records = _records(spec, zero, group) if integers else ()
     if native:
         scale = _SCALE_KINDS[inner[0].dtype]
     elif records:
@@ -170,11 +169,11 @@ def _significant(number: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _values(dtype: DType) -> Values:
+def _values(dtype: DType, exact_inputs: bool) -> Values:
     if dtype.wide is not None:
         raise NoForm(Reason("weights", f"{dtype} weights are not quantised", "torch-cpu supports them"))
     if dtype.bits <= 4:
-        return _table(dtype)
+        return _table(dtype, exact_inputs)
     if dtype.kind == INTEGER:
         return Values(abi.Codes.BITS6 if dtype.bits <= 6 else abi.Codes.BYTE, center=round(-dtype.min))
     if dtype in _MINIFLOATS:
@@ -183,15 +182,20 @@ def _values(dtype: DType) -> Values:
     raise NoForm(Reason("weights", f"no kernel for {dtype}", "supported: types of up to 4 bits, integers, minifloats"))
 
 
-def _table(dtype: DType) -> Values:
-    """The table as integers: exact if one step divides all entries, else rounded to 14 bits of their range."""
+def _table(dtype: DType, exact_inputs: bool) -> Values:
+    """The table as integers: exact if one step divides all entries, else rounded to bits of their range.
+
+    To 14 bits, or to 24 with fp32 inputs, which are more accurate than 14 bits.
+    """
     finite = [dtype.table[c] for c in dtype.valid_codes]
     low, high = min(*finite, 0.0), max(*finite, 0.0)
     exact = next((s for s in _steps(finite) if _divides(s, finite) and (high - low) / s <= _TWO_LOOKUPS), None)
-    step = exact or 2.0 ** math.ceil(math.log2((high - low) / _TWO_LOOKUPS))
+    in_floats = exact is None and exact_inputs
+    largest = _FLOAT_LOOKUP if in_floats else _TWO_LOOKUPS
+    step = exact or 2.0 ** math.ceil(math.log2((high - low) / largest))
     center = round(-low / step)
     entries = [round(v / step) + center if math.isfinite(v) else 0 for v in dtype.table]
-    return Values(abi.Codes.TABLE4, tuple(entries + [0] * (16 - len(entries))), center, step, rounded=exact is None)
+    return Values(abi.Codes.TABLE4, tuple(entries + [0] * (16 - len(entries))), center, step, in_floats=in_floats)
 
 
 def _steps(values: list[float]) -> list[float]:
@@ -225,7 +229,8 @@ def _zero_kind(spec: QuantSpec, values: Values) -> abi.ZeroKind:
     if spec.minimum or spec.zero is None or spec.zero.dtype != ZERO16:
         return abi.ZeroKind.OFFSET_F32
     largest = values.center + 2**spec.dtype.bits  # a zero point may be one above the largest code
-    fits = values.step == 1.0 and values.codes != abi.Codes.FLOAT8 and largest <= 255
+    integers = values.codes != abi.Codes.FLOAT8 and not values.in_floats
+    fits = values.step == 1.0 and integers and largest <= 255
     return abi.ZeroKind.U8 if fits else abi.ZeroKind.OFFSET_F32
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 14
+ABI = 15
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -126,7 +126,7 @@ class MatrixStruct(Structure):
         ("center", c_int32),
         ("mantissa", c_int32),
         ("step", c_float),
-        ("table", c_uint16 * 16),
+        ("table", c_int32 * 16),
         ("code_bytes", c_void_p),
         ("scale_bytes", c_void_p),
         ("zero_bytes", c_void_p),

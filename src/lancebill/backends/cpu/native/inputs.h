@@ -5,7 +5,7 @@
 // high + low), fp32 numbers have three, with 22 bits and a sign. Runs of eight columns of each plane alternate, so all
 // planes are at fixed offsets. A group's record also holds the start values of its sums, which account for centers and
 // zero points: sum (u - c) x = sum u x - c sum x. Kernels for many rows read two planes as one of 16-bit words, without
-// start values. FLOAT8 kernels read fp32, tiles read bf16.
+// start values. Kernels of fp32 weights read fp32, tiles read bf16.
 #pragma once
 
 #include "convert.h"
@@ -39,9 +39,8 @@ inline int planes_of(const Packed& p) {
 }
 
 inline int64_t operand_bytes(const Packed& p) {
-  const bool floats = p.matrix->codes == LANCEBILL_FLOAT8;
-  const int64_t numbers = floats ? 4 * p.columns : planes_of(p) * p.columns;
-  return round_up(numbers + p.groups * static_cast<int64_t>(floats ? sizeof(float) : sizeof(InputGroup)), kUnit);
+  const int64_t numbers = p.in_floats ? 4 * p.columns : planes_of(p) * p.columns;
+  return round_up(numbers + p.groups * static_cast<int64_t>(p.in_floats ? sizeof(float) : sizeof(InputGroup)), kUnit);
 }
 
 inline int64_t tile_operand_bytes(const Packed& p) { return 2 * p.columns; }
@@ -283,7 +282,7 @@ inline void rotate(float* values, int64_t columns, int64_t block) {
   for (int64_t k = 0; k < columns; k++) values[k] *= factor;
 }
 
-// How the kernel of an expert reads its input rows: records of bytes (of fp32 with FLOAT8 codes), of words, or tiles.
+// How the kernel of an expert reads its input rows: records of bytes (of fp32 where weights are), of words, or tiles.
 enum class Form { kRecord, kWords, kTiles };
 constexpr int kForms = 3;
 
@@ -306,7 +305,7 @@ void write_input(const Packed& p, int64_t expert, InputPlace place, RowBuffers r
   const int64_t block = rounds_later ? 0 : represent(p, expert, rows.values, rows.scales);
   // Codes and scales stay separate only while each group has one scale.
   const bool one_scale = m.perm == nullptr || block == p.columns;
-  const bool as_codes = block != 0 && (tiles || (m.codes != LANCEBILL_FLOAT8 && one_scale));
+  const bool as_codes = block != 0 && (tiles || (!p.in_floats && one_scale));
   if (block != 0 && !as_codes) unscale(rows.values, m.columns, rows.scales, block);
   if (m.perm != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.spare[k] = rows.values[m.perm[expert * m.columns + k]];
@@ -321,7 +320,7 @@ void write_input(const Packed& p, int64_t expert, InputPlace place, RowBuffers r
     if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, place.tile);
   } else if (place.form == Form::kWords) {
     write_planes<V, 2, true>(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
-  } else if (m.codes == LANCEBILL_FLOAT8) {
+  } else if (p.in_floats) {
     write_floats(p, rows.values, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_INT8) {
     write_one_plane<V>(p, rows.values, rows.scales, block, inputs.own_record(slot));

@@ -24,8 +24,10 @@
 //   even_bytes, odd_bytes     bytes 0 and 2, 1 and 3 of every four, as words of 16 bits
 //   dot_words                 adds each row's product of two words, and two of an input from broadcast_pair
 //   scales, zeros, floats, signed_bytes, Minifloat  decode per-row numbers from their stored bytes
+//   FloatTable                looks up fp32 numbers by the nibbles of codes
 #pragma once
 
+#include "float_codes.h"
 #include "group_codes.h"
 #include "group_sums.h"
 #include "inputs.h"
@@ -241,48 +243,61 @@ __attribute__((noinline)) void integer_gemm(const Packed& p, const Streams& s, R
   store_totals<V>(total, out);
 }
 
-// The same for FLOAT8 codes and fp32 inputs. Two accumulators per row halve the length of the dependency chain.
-template <class V, int Blocks, int Rows>
+// The same with fp32 weights and inputs. Two accumulators per row halve the length of the dependency chain.
+template <class V, class Code, int Blocks, int Rows>
 __attribute__((noinline)) void float_gemm(const Packed& p, const Streams& s, Records<Rows> records,
                                           float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
-  constexpr int kParts = kRows / V::lanes;
+  constexpr int kParts = kRows / V::lanes, kStrips = Blocks / Code::blocks;
+  constexpr int kBlocksAtOnce = min_of(V::blocks_at_once(2 * Rows), Blocks);
+  constexpr int kLines = 2 * kBlocksAtOnce / Code::blocks;  // of eight columns
   const lancebill_matrix& m = *p.matrix;
   const int64_t piece = int64_t{m.group} * kRows;
   const PrefetchCursor prefetch(p, s, piece);
-  const typename V::Minifloat minifloat(p);
+  const Code code(p);
   F32 total[Blocks][kParts][Rows];
   clear_totals<V>(total);
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = g * piece;
     const PrefetchPoint point = prefetch.at(at);
-    for (int b = 0; b < Blocks; b++) {
+    // Multiplies `kBlocksAtOnce` blocks from block `b` on, which is block `in_strip` of its strip.
+    const auto multiply_from = [&](int b, auto in_strip) __attribute__((always_inline)) {
       for (int part = 0; part < kParts; part++) {
-        F32 sums[Rows][2];
-        for (auto& pair : sums) pair[0] = pair[1] = V::zero();
-        const uint8_t* codes = s.codes + b * p.strip_bytes + at + part * V::lanes;
-        PrefetchSteps<V, Blocks, 2> steps(point, p.strip_bytes, b, m.group / 8);
+        F32 sums[kBlocksAtOnce][Rows][2];
+        LANCEBILL_EACH(j, kBlocksAtOnce)
+          LANCEBILL_EACH(r, Rows) sums[j][r][0] = sums[j][r][1] = V::zero();
+        const uint8_t* codes = s.codes + b / Code::blocks * p.strip_bytes + at + part * Code::part_bytes;
+        PrefetchSteps<V, kStrips, kLines> steps(point, p.strip_bytes, b / kBlocksAtOnce, m.group / 8);
         for (int k = 0; k < m.group; k += 8) {
           if (part == 0) steps.step();
-          for (int i = 0; i < 8; i++) {
-            const F32 weight = minifloat.decode(codes + (k + i) * kRows);
-            for (int r = 0; r < Rows; r++) {
-              const float x = reinterpret_cast<const float*>(records[r])[first + k + i];
-              sums[r][i % 2] = V::fma(weight, V::spread(x), sums[r][i % 2]);
+          LANCEBILL_EACH(i, 8)
+            LANCEBILL_EACH(j, kBlocksAtOnce) {
+              const int block = in_strip + j;
+              const uint8_t* strip = codes + block / Code::blocks * p.strip_bytes;
+              const F32 weight = code.decode(strip + k * kRows, i, block % Code::blocks);
+              LANCEBILL_EACH(r, Rows) {
+                const float x = reinterpret_cast<const float*>(records[r])[first + k + i];
+                sums[j][r][i % 2] = V::fma(weight, V::spread(x), sums[j][r][i % 2]);
+              }
             }
-          }
         }
-        const uint8_t* scales = s.scales + b * p.scale.block + g * p.scale.row;
-        const F32 scale = V::mul(V::scales(m.scale, scales, part), minifloat.unit);
-        for (int r = 0; r < Rows; r++) {
-          F32& sum = total[b][part][r];
-          sum = V::fma(V::sum(sums[r][0], sums[r][1]), scale, sum);
-          if (p.has_offsets()) {
+        LANCEBILL_EACH(j, kBlocksAtOnce) {
+          const uint8_t* scales = s.scales + (b + j) * p.scale.block + g * p.scale.row;
+          const uint8_t* offsets = s.zeros + (b + j) * p.zero.block + g * p.zero.row;
+          const F32 scale = V::mul(V::scales(m.scale, scales, part), code.unit());
+          LANCEBILL_EACH(r, Rows) {
+            F32& sum = total[b + j][part][r];
+            sum = V::fma(V::sum(sums[j][r][0], sums[j][r][1]), scale, sum);
+            if (!p.has_offsets()) continue;
             const float x = reinterpret_cast<const float*>(records[r])[p.columns + g];
-            sum = V::fma(V::floats(s.zeros + b * p.zero.block + g * p.zero.row, part), V::spread(-x), sum);
+            sum = V::fma(V::floats(offsets, part), V::spread(-x), sum);
           }
         }
       }
+    };
+    for (int b = 0; b < Blocks; b += max_of(kBlocksAtOnce, Code::blocks)) {
+      multiply_from(b, Constant<0>());
+      if constexpr (kBlocksAtOnce < Code::blocks) multiply_from(b + 1, Constant<1>());
     }
   }
   store_totals<V>(total, out);
@@ -316,10 +331,11 @@ struct VectorsFor {
 template <class Level, int Blocks, int Rows>
 void gemm(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
   using V = typename VectorsFor<Level, Rows>::Type;
-  if (p.matrix->codes == LANCEBILL_FLOAT8) return float_gemm<V, Blocks, Rows>(p, s, records, out);
+  if (p.matrix->codes == LANCEBILL_FLOAT8) return float_gemm<V, FloatBytes<V>, Blocks>(p, s, records, out);
   if (p.matrix->codes == LANCEBILL_BYTE) return gemm_of_codes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
   if (p.matrix->codes == LANCEBILL_BITS6) return gemm_of_codes<V, SixBits<V>, Blocks, Rows>(p, s, records, out);
   if constexpr (Blocks > 1) {
+    if (p.in_floats) return float_gemm<V, FloatNibbles<V>, Blocks>(p, s, records, out);
     if (two_planes<V>(p)) return gemm_of_codes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
     if constexpr (V::plain_nibbles) {
       const bool whole_steps = p.matrix->group % (PlainNibbles<V>::step_units * kUnitColumns) == 0;

@@ -43,7 +43,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 14
+#define LANCEBILL_ABI 15
 
 #ifdef __cplusplus
 extern "C" {
@@ -100,7 +100,9 @@ typedef struct lancebill_matrix {
   int32_t center;  /* subtracted from codes or table entries; ignored with ZERO_U8 and FLOAT8 */
   int32_t mantissa; /* FLOAT8 only: 2 (e5m2), 3 (e4m3) or 4 (e3m4), bias 2^(6 - m) - 1; step corrects others */
   float step;      /* value of one unit of the table; 1 for integers, 0.5 for e2m1 */
-  uint16_t table[16]; /* TABLE4 only: entries 0 .. 16383. One lookup if all are <= 127, else two. */
+  /* TABLE4 only: entries 0 .. 16383, with fp32 inputs to 2^24 - 1. One lookup if all are <= 127, two if all are <= 16383,
+   * else weights are fp32: these need scales that are not I8 and zeros that are not U8. */
+  int32_t table[16];
 
   const uint8_t *code_bytes;
   const void *scale_bytes;  /* NULL with SCALE_NONE */

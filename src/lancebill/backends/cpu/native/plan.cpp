@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kPlaneBase = 128;  // table entries are 128 * high + low: 7-bit planes cannot saturate vpmaddubsw (AVX2)
 constexpr int kMaxEntry = kPlaneBase * kPlaneBase - 1;
+constexpr int kMaxFloatEntry = (1 << 24) - 1;  // fp32 holds every integer up to it
 
 constexpr int kScaleBytes[] = {0, 2, 2, 4, 1, 1, 1};  // by enum lancebill_scale
 constexpr int kZeroBytes[] = {0, 1, 4, 1};            // by enum lancebill_zero
@@ -35,6 +36,14 @@ bool has_valid_factor(const lancebill_matrix& m) {
   return groups >= 1 && m.factor % m.group == 0 && (groups & (groups - 1)) == 0;
 }
 
+// Whether the entries of a table are in range, and all else fits the kernel that multiplies them.
+bool has_valid_table(const lancebill_matrix& m) {
+  const auto [low, high] = std::minmax_element(m.table, m.table + 16);
+  if (*low < 0 || *high > kMaxFloatEntry) return false;
+  const bool integers = m.scale == LANCEBILL_SCALE_I8 || m.zero == LANCEBILL_ZERO_U8;
+  return *high <= kMaxEntry || (m.input == LANCEBILL_INPUT_F32 && !integers);
+}
+
 bool is_valid(const lancebill_matrix& m) {
   const bool table = m.codes == LANCEBILL_TABLE4, floats = m.codes == LANCEBILL_FLOAT8;
   if (m.rows < 1 || m.columns < 1 || !within(m.codes, LANCEBILL_TABLE4, LANCEBILL_BITS6)) return false;
@@ -49,8 +58,8 @@ bool is_valid(const lancebill_matrix& m) {
   if (m.code_bytes == nullptr || (m.scale_bytes == nullptr) != (m.scale == LANCEBILL_SCALE_NONE)) return false;
   if ((m.zero_bytes == nullptr) != (m.zero == LANCEBILL_ZERO_NONE)) return false;
   if (floats && (!within(m.mantissa, 2, 4) || m.zero == LANCEBILL_ZERO_U8)) return false;
-  if (table && *std::max_element(m.table, m.table + 16) > kMaxEntry) return false;
-  if (!floats && !within(m.center, 0, kMaxEntry)) return false;
+  if (table && !has_valid_table(m)) return false;
+  if (!floats && !within(m.center, 0, table ? kMaxFloatEntry : kMaxEntry)) return false;
   // With a permutation, INT8 inputs quantised per group cannot keep one scale per group.
   return !(m.perm != nullptr && m.input == LANCEBILL_INPUT_INT8 && m.input_group != 0 && m.input_scale == nullptr);
 }
@@ -136,7 +145,7 @@ GroupArray group_array(int bytes, bool factored, int32_t groups, int32_t record_
 // Whether codes less their zero point are 16-bit integers, and sums of their products with the inputs 32-bit integers.
 bool fits_words(const Packed& p) {
   const lancebill_matrix& m = *p.matrix;
-  if (m.codes == LANCEBILL_FLOAT8 || planes_of(p) != 2 || m.factor > kPanelColumns) return false;
+  if (p.in_floats || planes_of(p) != 2 || m.factor > kPanelColumns) return false;
   const int32_t top = m.codes == LANCEBILL_TABLE4 ? p.top : m.codes == LANCEBILL_BYTE ? 255 : 63;
   const int32_t zero = m.zero == LANCEBILL_ZERO_U8 ? 255 : m.center;
   const int64_t largest = std::max(top, zero), inputs = static_cast<int64_t>(kTop[2]) * m.group;
@@ -159,6 +168,7 @@ Packed describe(const lancebill_matrix& m, bool gated) {
   p.scale = group_array(kScaleBytes[m.scale], m.scale == LANCEBILL_SCALE_I8, p.groups, p.record_groups);
   p.zero = group_array(kZeroBytes[m.zero], m.zero == LANCEBILL_ZERO_OFFSET_I8, p.groups, p.record_groups);
   p.top = m.codes == LANCEBILL_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
+  p.in_floats = m.codes == LANCEBILL_FLOAT8 || p.top > kMaxEntry;
   p.plain_entries = m.codes == LANCEBILL_TABLE4;
   for (int i = 0; i < 16; i++) p.plain_entries = p.plain_entries && m.table[i] == i;
   p.unit = m.step * (m.scale == LANCEBILL_SCALE_E4M3 ? kE4m3Unit : 1);

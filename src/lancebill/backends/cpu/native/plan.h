@@ -61,6 +61,7 @@ struct Packed {
   int32_t record_groups = 0;                // groups that share factors; all of them if there are none
   GroupArray scale, zero;
   int32_t top = 0;             // largest table entry
+  bool in_floats = false;      // weights and inputs are multiplied in fp32: minifloats, and tables of long entries
   bool plain_entries = false;  // the table is 0 .. 15: 4-bit integers
   float unit = 1;              // value of one table unit: step, times kE4m3Unit with E4M3 scales
   float values[16] = {};       // TABLE4: value of each code, in units

@@ -201,6 +201,21 @@ struct Avx2 {
     }
   };
 
+  // The fp32 numbers that the `nibble`-th four bits of each lane select: the low three bits in each half of the table,
+  // and by the fourth, shifted to the sign, which half.
+  struct FloatTable {
+    __m256 low, high;
+    explicit FloatTable(const float* values) : low(_mm256_loadu_ps(values)), high(_mm256_loadu_ps(values + 8)) {}
+    LANCEBILL_INLINE F32 at(Codes codes, int nibble) const {
+      const __m128i to_low = _mm_cvtsi32_si128(4 * nibble), to_sign = _mm_cvtsi32_si128(28 - 4 * nibble);
+      return each<F32>([&](int i) {
+        const __m256i index = _mm256_srl_epi32(codes.part[i], to_low);
+        const __m256 upper = _mm256_castsi256_ps(_mm256_sll_epi32(codes.part[i], to_sign));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), upper);
+      });
+    }
+  };
+
  private:
   template <class Vector, class Function>
   LANCEBILL_INLINE static Vector each(Function function) {

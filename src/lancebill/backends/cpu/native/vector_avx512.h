@@ -142,6 +142,15 @@ struct Avx512 {
     F32 decode(const uint8_t* p) const { return halves(load16(p), shift, mask); }
   };
 
+  // The fp32 numbers that the `nibble`-th four bits of each lane select. vpermps ignores all other bits of a lane.
+  struct FloatTable {
+    F32 entries;
+    explicit FloatTable(const float* values) : entries(_mm512_loadu_ps(values)) {}
+    LANCEBILL_INLINE F32 at(Codes codes, int nibble) const {
+      return _mm512_permutexvar_ps(_mm512_srl_epi32(codes, _mm_cvtsi32_si128(4 * nibble)), entries);
+    }
+  };
+
  private:
   // Pins a value to a register. Otherwise GCC copies all sums to other registers and back in every loop step, and
   // reloads codes for each use.

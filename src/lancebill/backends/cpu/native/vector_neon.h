@@ -171,6 +171,23 @@ struct NeonVectors {
     F32 decode(const uint8_t* p) const { return halves(p, shift, mask); }
   };
 
+  // The fp32 numbers that the `nibble`-th four bits of each lane select: four bytes of a table of 64.
+  struct FloatTable {
+    uint8x16x4_t bytes;
+    explicit FloatTable(const float* values) {
+      for (int i = 0; i < 4; i++) bytes.val[i] = vreinterpretq_u8_f32(vld1q_f32(values + 4 * i));
+    }
+    F32 at(Codes codes, int nibble) const {
+      const int32x4_t right = vdupq_n_s32(-4 * nibble);
+      return each<F32>([&](int i) {
+        const uint32x4_t shifted = vshlq_u32(vreinterpretq_u32_u8(codes.part[i]), right);
+        const uint32x4_t index = vandq_u32(shifted, vdupq_n_u32(15));
+        const uint32x4_t four = vmlaq_u32(vdupq_n_u32(0x03020100), index, vdupq_n_u32(0x04040404));
+        return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(four)));
+      });
+    }
+  };
+
  private:
   template <class Vector, class Function>
   LANCEBILL_INLINE static Vector each(Function function) {

@@ -81,6 +81,16 @@ struct Portable {
     F32 decode(const uint8_t* p) const { return F32{values[p[0]], values[p[1]], values[p[2]], values[p[3]]}; }
   };
 
+  // The fp32 numbers that the `nibble`-th four bits of each lane select.
+  struct FloatTable {
+    const float* entries;
+    explicit FloatTable(const float* values) : entries(values) {}
+    F32 at(Codes codes, int nibble) const {
+      const Codes index = (codes >> (4 * nibble)) & 15u;
+      return F32{entries[index[0]], entries[index[1]], entries[index[2]], entries[index[3]]};
+    }
+  };
+
  private:
   template <class T>
   static T read(const uint8_t* p) {
