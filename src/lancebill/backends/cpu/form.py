@@ -183,9 +183,9 @@ def _values(dtype: DType, exact_inputs: bool) -> Values:
 
 
 def _table(dtype: DType, exact_inputs: bool) -> Values:
-    """The table as integers: exact if one step divides all entries, else rounded to bits of their range.
+    """The table as integers: exact if one step divides all entries, else rounded to multiples of a power of two.
 
-    To 14 bits, or to 24 with fp32 inputs, which are more accurate than 14 bits.
+    They have at most 14 bits, or 24 with fp32 inputs, which are more accurate than 14 bits.
     """
     finite = [dtype.table[c] for c in dtype.valid_codes]
     low, high = min(*finite, 0.0), max(*finite, 0.0)
