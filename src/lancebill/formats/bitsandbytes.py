@@ -34,7 +34,7 @@ from lancebill.formats.base import (
     part,
 )
 from lancebill.formats.stored import TORCH_DTYPES
-from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.bit_packing import Nibbles, as_bytes, pack_bits, unpack_bits
 from lancebill.numbers.dtypes import BNB_FP4, F32, INV127, NF4, DType, biased_type
 from lancebill.numbers.spec import CHANNEL, TENSOR, QuantSpec, Scale, group
 from lancebill.numbers.weight import LogicalWeight
@@ -67,8 +67,7 @@ class Bnb4Scheme(Scheme):
         table = torch.tensor(self.spec.dtype.table, dtype=torch.float32, device=stored["table"].device)
         if not torch.equal(stored["table"], table):
             raise BadValue(f"quant_map is not the {self.kind} table", got=stored["table"].tolist())
-        pairs = unpack_bits(stored["codes"].reshape(-1), 4, n * k + n * k % 2)
-        codes = pairs.view(-1, 2).flip(1).reshape(-1)[: n * k].view(n, k)
+        codes = _codes(as_bytes(stored["codes"].reshape(-1)), n, k)
         absmax = self._denest(stored, state) if self.nested else stored["scale"]
         block = self._block_of(n, k, codes.device)
         if block is None:
@@ -135,6 +134,14 @@ class Bnb4Scheme(Scheme):
         outer = stored["nested_scale"].repeat_interleave(NESTED_BLOCK)[: codes.numel()]
         absmax: Tensor = stored["nested_table"][codes.int()] * outer
         return absmax + torch.tensor(offset, dtype=torch.float32, device=absmax.device)
+
+
+def _codes(data: Tensor, n: int, k: int) -> Tensor | Nibbles:
+    """The codes of bytes that have the first of two in the high nibble."""
+    swapped = (data >> 4).bitwise_or_(data << 4)
+    if k % 2 == 0:
+        return Nibbles(swapped.view(n, k // 2))
+    return unpack_bits(swapped, 4, n * k).view(n, k)
 
 
 def _read_state(document: Tensor) -> dict[str, Any]:

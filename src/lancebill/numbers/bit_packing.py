@@ -192,6 +192,14 @@ def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of the bit stream along the last axis."""
     data = as_bytes(words)
+    if bits == 8:
+        return data[..., :count].contiguous()
+    codes = native.unpack_bits(data, bits)
+    return _unpack_bits(data, bits, count) if codes is None else codes[..., :count].contiguous()
+
+
+def _unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
+    """The definition of `unpack_bits` for less than eight bits."""
     if 8 % bits:
         return _unpack_straddling(data, bits, count)
     width = 8

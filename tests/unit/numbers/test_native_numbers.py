@@ -17,7 +17,7 @@ from torch import Tensor
 from lancebill.formats.base import Example
 from lancebill.native import build
 from lancebill.numbers import native, scan
-from lancebill.numbers.bit_packing import Nibbles, transposed, turn_awq
+from lancebill.numbers.bit_packing import Nibbles, transposed, turn_awq, unpack_bits
 from lancebill.numbers.codec import quantize, requantize
 from lancebill.numbers.native.rounding import _code_type
 from lancebill.numbers.scales import CEIL, FLOOR
@@ -56,6 +56,13 @@ def test_awq_words_are_turned(k: int) -> None:
         fast, slow = turn_awq(stored, n), by_torch(turn_awq, stored, n)
         assert isinstance(fast, Nibbles) and isinstance(slow, Nibbles)
         assert same_bits(fast.data, slow.data)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bit_streams_are_unpacked(bits: int) -> None:
+    for shape, count in (((3, bits), 8), ((2, 3, 5 * bits), 37), ((1, 40 * bits + 1), 320), ((0, bits), 8)):
+        data = random_bits(*shape)
+        assert same_bits(unpack_bits(data, bits, count), by_torch(unpack_bits, data, bits, count))
 
 
 def stored_experts(example: Example) -> dict[str, Tensor]:

@@ -106,6 +106,7 @@ def library() -> ctypes.CDLL | None:
             c_void_p, c_int64, c_int64, POINTER(PlaneStruct), c_int32, c_int32, c_void_p, c_int64,
         ]  # fmt: skip
         calls.lancebill_read_nibbles.argtypes = [c_void_p, c_int64, c_int64, POINTER(PlaneStruct), c_void_p]
+        calls.lancebill_unpack_bits.argtypes = [c_void_p, c_int64, c_int32, c_void_p]
         calls.lancebill_contains.argtypes = [c_void_p, c_int64, POINTER(c_uint8), c_int32]
         calls.lancebill_survey_bytes.argtypes = [c_void_p, c_int64, POINTER(SurveyStruct)]
         calls.lancebill_not_finite.argtypes = [c_void_p, c_int64, c_int32, c_uint32]
@@ -168,6 +169,17 @@ def read_nibbles(blocks: Tensor, plane: PlaneStruct) -> Tensor | None:
     *lead, size = blocks.shape
     out = torch.empty(*lead, plane.size, dtype=torch.uint8, device=blocks.device)
     calls.lancebill_read_nibbles(blocks.data_ptr(), blocks.shape[:-1].numel(), size, byref(plane), out.data_ptr())
+    return out
+
+
+def unpack_bits(data: Tensor, bits: int) -> Tensor | None:
+    """All codes of the bit streams [..., bytes], if they are whole groups of eight."""
+    calls = library_for(data)
+    if calls is None or data.shape[-1] % bits:
+        return None
+    *lead, size = data.shape
+    out = torch.empty(*lead, size // bits * 8, dtype=torch.uint8, device=data.device)
+    calls.lancebill_unpack_bits(data.data_ptr(), data.numel() // bits, bits, out.data_ptr())
     return out
 
 

@@ -90,6 +90,9 @@ void lancebill_read_planes(const uint8_t *blocks, int64_t count, int64_t size, c
 void lancebill_read_nibbles(const uint8_t *blocks, int64_t count, int64_t size, const lancebill_plane *plane,
                             uint8_t *out);
 
+/* A dense bit stream: `groups` of eight codes of 1 to 7 bits, one byte per code. */
+void lancebill_unpack_bits(const uint8_t *data, int64_t groups, int32_t bits, uint8_t *out);
+
 /* Whether any of the `wanted` bytes occurs. */
 int32_t lancebill_contains(const uint8_t *bytes, int64_t count, const uint8_t *wanted, int32_t wanted_count);
 

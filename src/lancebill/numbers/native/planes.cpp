@@ -1,4 +1,6 @@
-// Reading the fields of GGUF's blocks, by the table of planes that also defines them in Python.
+// Bit fields to bytes: those of GGUF's blocks, by the table of planes that also defines them in Python, and dense bit
+// streams. Eight numbers at a time, in a word of 64 bits.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -8,30 +10,110 @@
 namespace lancebill {
 namespace {
 
-// The lanes of one run of bytes, each lane `run` numbers further.
-inline void read_run(const uint8_t* __restrict bytes, const lancebill_plane& p, int run, uint8_t* __restrict out) {
-  const uint8_t mask = (1 << p.width) - 1;
-  for (int lane = 0; lane < p.lanes; lane++, out += run) {
-    const int down = p.bit + lane * p.width;
-    for (int i = 0; i < run; i++) out[i] |= static_cast<uint8_t>(((bytes[i] >> down) & mask) << p.shift);
+constexpr uint64_t kEach = 0x0101010101010101;  // times a byte: that byte eight times
+constexpr int64_t kChunk = 16;                  // blocks whose numbers stay in the first cache while planes are added
+
+// `kBytes` bytes, followed by zeros.
+template <int kBytes>
+inline uint64_t read_word(const uint8_t* bytes) {
+  uint64_t word = 0;
+  std::memcpy(&word, bytes, kBytes);
+  return word;
+}
+
+// The lowest `bits` of each `step` bits, beginning with bit `first`.
+constexpr uint64_t every(int step, int first, int bits) {
+  uint64_t mask = 0;
+  for (int at = first; at < 64; at += step) mask |= ((uint64_t{1} << bits) - 1) << at;
+  return mask;
+}
+
+// Of each two neighbouring runs of `kRun` numbers of `kBits` bits, the second moves to where its bytes will be.
+template <int kBits, int kRun>
+inline uint64_t move_apart(uint64_t numbers) {
+  constexpr uint64_t first = every(16 * kRun, 0, kRun * kBits), second = every(16 * kRun, 8 * kRun, kRun * kBits);
+  return (numbers & first) | (numbers << kRun * (8 - kBits) & second);
+}
+
+// Eight numbers of `kBits` bits that follow each other, one per byte.
+template <int kBits>
+inline uint64_t spread(uint64_t numbers) {
+  return move_apart<kBits, 1>(move_apart<kBits, 2>(move_apart<kBits, 4>(numbers)));
+}
+
+template <int kBits>
+void unpack_bits(const uint8_t* __restrict data, int64_t groups, uint8_t* __restrict out) {
+  for (int64_t left = groups; left > 0; left--, data += kBits, out += 8) {
+    // Whole words as long as there are some: it takes several loads to read only three bytes.
+    const uint64_t numbers = spread<kBits>(left * kBits < 8 ? read_word<kBits>(data) : read_word<8>(data));
+    std::memcpy(out, &numbers, 8);
   }
 }
 
-// With the run's length known to the compiler where it is long.
-void read_plane(const uint8_t* block, const lancebill_plane& p, uint8_t* out) {
-  const uint8_t* bytes = block + p.start;
-  out += p.first;
-  if (p.width == 8) {
-    std::memcpy(out, bytes, p.size);
-    return;
-  }
-  for (int at = 0; at < p.size; at += p.run, bytes += p.run, out += p.run * p.lanes) {
-    switch (p.run) {
-      case 16: read_run(bytes, p, 16, out); break;
-      case 32: read_run(bytes, p, 32, out); break;
-      case 64: read_run(bytes, p, 64, out); break;
-      default: read_run(bytes, p, p.run, out);
+struct Blocks {
+  const uint8_t* bytes;
+  int64_t count, size;  // of blocks, and bytes of each
+  uint8_t* out;
+  int64_t numbers;  // of each block
+};
+
+// The bits of a plane whose bytes each have a piece of numbers that are `kRun` apart, `kBytes` bytes at a time.
+template <int kRun>
+void add_runs(const Blocks& blocks, const lancebill_plane& p) {
+  constexpr int kBytes = std::min(kRun, 8);
+  const uint64_t mask = kEach * ((1 << p.width) - 1);
+  for (int64_t b = 0; b < blocks.count; b++) {
+    const uint8_t* __restrict bytes = blocks.bytes + b * blocks.size + p.start;
+    uint8_t* __restrict out = blocks.out + b * blocks.numbers + p.first;
+    for (int at = 0; at < p.size; at += kRun, bytes += kRun) {
+      for (int lane = 0; lane < p.lanes; lane++, out += kRun) {
+        const int down = p.bit + lane * p.width;
+        for (int i = 0; i < kRun; i += kBytes) {
+          const uint64_t word = read_word<kBytes>(out + i) | ((read_word<kBytes>(bytes + i) >> down) & mask) << p.shift;
+          std::memcpy(out + i, &word, kBytes);
+        }
+      }
     }
+  }
+}
+
+// The same if the numbers of a byte are neighbours.
+template <int kWidth>
+void add_neighbours(const Blocks& blocks, const lancebill_plane& p) {
+  for (int64_t b = 0; b < blocks.count; b++) {
+    const uint8_t* __restrict bytes = blocks.bytes + b * blocks.size + p.start;
+    uint8_t* __restrict out = blocks.out + b * blocks.numbers + p.first;
+    for (int at = 0; at < p.size; at += kWidth, out += 8) {
+      const uint64_t word = read_word<8>(out) | spread<kWidth>(read_word<kWidth>(bytes + at)) << p.shift;
+      std::memcpy(out, &word, 8);
+    }
+  }
+}
+
+// Any plane, byte by byte.
+void add_pieces(const Blocks& blocks, const lancebill_plane& p) {
+  for (int64_t b = 0; b < blocks.count; b++) {
+    const uint8_t* __restrict bytes = blocks.bytes + b * blocks.size + p.start;
+    for (int i = 0; i < p.size * p.lanes; i++) {
+      const int lane = i / p.run % p.lanes, byte = i / (p.run * p.lanes) * p.run + i % p.run;
+      const int piece = (bytes[byte] >> (p.bit + lane * p.width)) & ((1 << p.width) - 1);
+      blocks.out[b * blocks.numbers + p.first + i] |= static_cast<uint8_t>(piece << p.shift);
+    }
+  }
+}
+
+void add_plane(const Blocks& blocks, const lancebill_plane& p) {
+  const bool neighbours = p.run == 1 && p.lanes * p.width == 8 && p.size % p.width == 0;
+  if (neighbours && p.width == 1) return add_neighbours<1>(blocks, p);
+  if (neighbours && p.width == 2) return add_neighbours<2>(blocks, p);
+  if (neighbours && p.width == 4) return add_neighbours<4>(blocks, p);
+  switch (p.size % p.run == 0 ? p.run : 0) {
+    case 4: return add_runs<4>(blocks, p);
+    case 8: return add_runs<8>(blocks, p);
+    case 16: return add_runs<16>(blocks, p);
+    case 32: return add_runs<32>(blocks, p);
+    case 64: return add_runs<64>(blocks, p);
+    default: add_pieces(blocks, p);
   }
 }
 
@@ -89,19 +171,20 @@ using namespace lancebill;
 
 void lancebill_read_planes(const uint8_t* blocks, int64_t count, int64_t size, const lancebill_plane* planes,
                            int32_t plane_count, int32_t flip, uint8_t* out, int64_t numbers) {
-  if (plane_count == 1 && planes[0].width == 8 && (numbers == 2 || numbers == 32)) {  // fp16 scales, Q8_0
-    const uint8_t* bytes = blocks + planes[0].start;
-    numbers == 2 ? read_bytes<2>(bytes, count, size, flip, out) : read_bytes<32>(bytes, count, size, flip, out);
-    return;
+  const uint8_t* bytes = blocks + planes[0].start;
+  switch (plane_count == 1 && planes[0].width == 8 ? numbers : 0) {
+    case 1: return read_bytes<1>(bytes, count, size, flip, out);
+    case 2: return read_bytes<2>(bytes, count, size, flip, out);
+    case 4: return read_bytes<4>(bytes, count, size, flip, out);
+    case 16: return read_bytes<16>(bytes, count, size, flip, out);
+    case 32: return read_bytes<32>(bytes, count, size, flip, out);
   }
-  for (int64_t b = 0; b < count; b++, out += numbers) {
-    if (planes[0].width != 8) std::memset(out, 0, numbers);
-    for (int p = 0; p < plane_count; p++) read_plane(blocks + b * size, planes[p], out);
-    if (flip == 1) {
-      for (int64_t i = 0; i < numbers; i++) out[i] ^= 0x80;
-    } else if (flip > 1) {
-      for (int64_t i = flip - 1; i < numbers; i += flip) out[i] ^= 0x80;
-    }
+  for (int64_t first = 0; first < count; first += kChunk) {
+    const int64_t some = std::min(kChunk, count - first);
+    const Blocks chunk{blocks + first * size, some, size, out + first * numbers, numbers};
+    std::memset(chunk.out, 0, some * numbers);
+    for (int p = 0; p < plane_count; p++) add_plane(chunk, planes[p]);
+    for (int64_t i = flip - 1; flip && i < some * numbers; i += flip) chunk.out[i] ^= 0x80;
   }
 }
 
@@ -112,5 +195,17 @@ void lancebill_read_nibbles(const uint8_t* blocks, int64_t count, int64_t size, 
     case 16: read_nibbles<16>(blocks, count, size, *plane, out); break;
     case 32: read_nibbles<32>(blocks, count, size, *plane, out); break;
     default: read_nibbles<64>(blocks, count, size, *plane, out);
+  }
+}
+
+void lancebill_unpack_bits(const uint8_t* data, int64_t groups, int32_t bits, uint8_t* out) {
+  switch (bits) {
+    case 1: return unpack_bits<1>(data, groups, out);
+    case 2: return unpack_bits<2>(data, groups, out);
+    case 3: return unpack_bits<3>(data, groups, out);
+    case 4: return unpack_bits<4>(data, groups, out);
+    case 5: return unpack_bits<5>(data, groups, out);
+    case 6: return unpack_bits<6>(data, groups, out);
+    case 7: return unpack_bits<7>(data, groups, out);
   }
 }
