@@ -20,6 +20,22 @@ struct Invalid {
   int count;
 };
 
+// What becomes of codes: those of a table, or some bits are inverted (two's complement to offset binary).
+struct Map {
+  const uint8_t* table = nullptr;
+  uint8_t flip = 0;
+
+  Map(const uint8_t* codes, int count) {
+    if (codes == nullptr) return;
+    flip = codes[0];
+    for (int c = 0; c < count; c++) {
+      if (codes[c] != (c ^ flip)) table = codes;
+    }
+  }
+
+  uint8_t of(uint8_t code) const { return table == nullptr ? code ^ flip : table[code]; }
+};
+
 // A packed row: where its part has it. No part: padding.
 struct Row {
   const uint8_t* part;
@@ -59,14 +75,16 @@ inline void read_codes(const Row& row, int64_t stride, int64_t first, int64_t co
   }
 }
 
-// Whether one of the codes of an expanded row is invalid. Padding is zero, which is always valid.
-bool has_invalid(const uint8_t* codes, const Invalid& invalid) {
+// Where codes are invalid. Padding is zero, which is always valid.
+inline Bytes find_invalid(Bytes codes, const Invalid& invalid) {
   Bytes bad = {};
-  for (int i = 0; i < invalid.count; i++) {
-    for (int j = 0; j < kTile; j += sizeof(Bytes)) bad |= (Bytes)(load(codes + j) == invalid.codes[i]);
-  }
+  for (int i = 0; i < invalid.count; i++) bad |= (Bytes)(codes == invalid.codes[i]);
+  return bad;
+}
+
+bool any(Bytes found) {
   uint64_t halves[2];
-  std::memcpy(halves, &bad, sizeof halves);
+  std::memcpy(halves, &found, sizeof halves);
   return (halves[0] | halves[1]) != 0;
 }
 
@@ -87,26 +105,32 @@ void join_six_bits(uint8_t* units) {
   }
 }
 
-// A tile of 16 rows, or of 32 for TABLE4, to eight units; of BITS6 to six.
+// Sixteen columns of a block, or of two for TABLE4, to four units; of BITS6 to three.
 template <int kCodes>
-void place(const uint8_t (&tile)[2 * kBlock][kTile], uint8_t* out) {
-  for (int c = 0; c < kTile; c += kBlock) {
+void place_block(Bytes (&rows)[kBlock], uint8_t* out) {
+  if (kCodes == LANCEBILL_FLOAT8) {  // column by column
+    transpose<1>(rows);
+    std::memcpy(out, rows, sizeof rows);
+  } else if (kCodes == LANCEBILL_BITS6) {
+    uint8_t units[4 * 64];
+    place_units(rows, units);
+    join_six_bits(units);
+    std::memcpy(out, units, 3 * 64);
+  } else {
+    place_units(rows, out);
+  }
+}
+
+// A tile whose rows are given by their codes, one per byte.
+template <int kCodes, class CodesOf>
+void place(const CodesOf& codes_of, uint8_t* out) {
+  for (int c = 0; c < kTile; c += kBlock, out += kBlock * kBlock * (kCodes == LANCEBILL_BITS6 ? 3 : 4) / 4) {
     Bytes rows[kBlock];
     for (int r = 0; r < kBlock; r++) {
-      rows[r] = load(&tile[r][c]);
-      if (kCodes == LANCEBILL_TABLE4) rows[r] |= load(&tile[kBlock + r][c]) << 4;
+      rows[r] = codes_of(r, c);
+      if (kCodes == LANCEBILL_TABLE4) rows[r] |= codes_of(kBlock + r, c) << 4;
     }
-    if (kCodes == LANCEBILL_FLOAT8) {  // column by column
-      transpose<1>(rows);
-      std::memcpy(out + kBlock * c, rows, sizeof rows);
-    } else if (kCodes == LANCEBILL_BITS6) {
-      uint8_t units[4 * 64];
-      place_units(rows, units);
-      join_six_bits(units);
-      std::memcpy(out + kBlock * c / 4 * 3, units, 3 * 64);
-    } else {
-      place_units(rows, out + kBlock * c);
-    }
+    place_block<kCodes>(rows, out);
   }
 }
 
@@ -147,7 +171,7 @@ struct Strip {
 template <int kBits, int kCodes, int kOrder>
 class CodePacker {
  public:
-  CodePacker(const lancebill_rows& m, const uint8_t* map, Invalid invalid) : m_(m), map_(map), invalid_(invalid) {}
+  CodePacker(const lancebill_rows& m, const Map& map, Invalid invalid) : m_(m), map_(map), invalid_(invalid) {}
 
   int32_t pack() {
     constexpr int64_t kTogether = kOrder == LANCEBILL_BY_ROW ? 1 : kSharedLines;
@@ -156,7 +180,10 @@ class CodePacker {
       const int64_t expert = task / tasks, top = task % tasks * kTogether, count = std::min(kTogether, strips - top);
       Strip found[kTogether];
       for (int64_t s = 0; s < count; s++) found[s] = find_strip(expert, top + s);
+      const bool prefetches = kOrder == LANCEBILL_BY_ROW && top + 1 < strips;
+      const Strip next = prefetches ? find_strip(expert, top + 1) : Strip{};
       for (int64_t first = 0; first < m_.padded_columns; first += kTile) {
+        if (prefetches) prefetch(next, first);
         for (int64_t s = 0; s < count; s++) pack_tile(found[s], first);
       }
     });
@@ -167,6 +194,7 @@ class CodePacker {
  private:
   static constexpr int kRows = kCodes == LANCEBILL_TABLE4 ? 2 * kBlock : kBlock;
   static constexpr int kTileBytes = (kCodes == LANCEBILL_BITS6 ? 48 : 64) * kUnits;
+  static constexpr int64_t kColumnsOfLine = 64 * 8 / kBits;
 
   Strip find_strip(int64_t expert, int64_t strip) const {
     Strip found = {};
@@ -179,13 +207,29 @@ class CodePacker {
     return found;
   }
 
+  // The processor does not guess where so many short rows go on.
+  void prefetch(const Strip& strip, int64_t first) const {
+    if (!strip.whole || first % kColumnsOfLine != 0 || first >= m_.columns) return;
+    for (int r = 0; r < kRows; r++) __builtin_prefetch(strip.rows[r].bytes(m_.stride) + first * kBits / 8, 0, 2);
+  }
+
   void pack_tile(const Strip& strip, int64_t first) {
     uint8_t* out = strip.out + first / kTile * kTileBytes;
+    const bool whole = strip.whole && first + kTile <= m_.columns;
     if constexpr (kBits == 4) {
-      if (strip.whole && first + kTile <= m_.columns && map_ == nullptr && invalid_.count == 0) {
+      if (whole && map_.table == nullptr && invalid_.count == 0) {
         place_nibbles<kOrder>(strip.rows, m_.stride, first, out);
         return;
       }
+    } else if (whole && map_.table == nullptr) {
+      Bytes bad = {};
+      place<kCodes>([&](int r, int c) {
+        const Bytes codes = load(strip.rows[r].bytes(m_.stride) + first + c);
+        bad |= find_invalid(codes, invalid_);
+        return codes ^ map_.flip;
+      }, out);
+      if (any(bad)) bad_ = true;
+      return;
     }
     alignas(64) uint8_t tile[2 * kBlock][kTile];
     for (int r = 0; r < kRows; r++) {
@@ -193,22 +237,20 @@ class CodePacker {
       const int64_t count = row.part == nullptr ? 0 : std::clamp<int64_t>(m_.columns - first, 0, kTile);
       if (count < kTile) std::memset(tile[r], 0, kTile);
       if (count > 0) read_codes<kBits, kOrder>(row, m_.stride, first, count, tile[r]);
-      if (has_invalid(tile[r], invalid_)) bad_ = true;
-      if (map_ != nullptr) {
-        for (int64_t i = 0; i < count; i++) tile[r][i] = map_[tile[r][i]];
-      }
+      if (any(find_invalid(load(tile[r]), invalid_) | find_invalid(load(tile[r] + kBlock), invalid_))) bad_ = true;
+      for (int64_t i = 0; i < count; i++) tile[r][i] = map_.of(tile[r][i]);
     }
-    place<kCodes>(tile, out);
+    place<kCodes>([&](int r, int c) { return load(&tile[r][c]); }, out);
   }
 
   const lancebill_rows& m_;
-  const uint8_t* map_;
+  const Map map_;
   const Invalid invalid_;
   std::atomic<bool> bad_{false};
 };
 
 template <int kBits, int kCodes, int kOrder = LANCEBILL_BY_ROW>
-int32_t pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
+int32_t pack_codes(const lancebill_rows& m, const Map& map, Invalid invalid) {
   return CodePacker<kBits, kCodes, kOrder>(m, map, invalid).pack();
 }
 
@@ -260,9 +302,10 @@ void pack_groups(const lancebill_rows& m, int64_t record, int64_t gap) {
 
 using namespace lancebill;
 
-int32_t lancebill_pack_codes(const lancebill_rows* rows, int32_t bits, int32_t codes, const uint8_t* map,
-                             const uint8_t* invalid, int32_t invalids) {
+int32_t lancebill_pack_codes(const lancebill_rows* rows, int32_t bits, int32_t codes, const uint8_t* table,
+                             int32_t table_size, const uint8_t* invalid, int32_t invalids) {
   const Invalid bad{invalid, invalids};
+  const Map map(table, table_size);
   const lancebill_rows& m = *rows;
   if (codes == LANCEBILL_TABLE4) {
     if (bits == 8) return pack_codes<8, LANCEBILL_TABLE4>(m, map, bad);

@@ -32,11 +32,11 @@ typedef struct lancebill_rows {
 
 #pragma GCC visibility push(default)
 /* Codes of `bits` 4 (two per byte, even columns in the low nibble; `columns` even) or 8, to units of `codes`, an enum
- * lancebill_codes. `map` translates each code (NULL: unchanged), `invalid` lists codes other than 0 that no kernel
+ * lancebill_codes. `table` translates each code (NULL: unchanged), `invalid` lists codes other than 0 that no kernel
  * supports. Words are read to TABLE4: by word, `columns` is a multiple of 8, by column, the rows of a part are. Returns
  * 0, 1 if there was an invalid code (what is packed is then undefined), or LANCEBILL_LOST_WORKER. */
-int32_t lancebill_pack_codes(const lancebill_rows *rows, int32_t bits, int32_t codes, const uint8_t *map,
-                             const uint8_t *invalid, int32_t invalids);
+int32_t lancebill_pack_codes(const lancebill_rows *rows, int32_t bits, int32_t codes, const uint8_t *table,
+                             int32_t table_size, const uint8_t *invalid, int32_t invalids);
 
 /* Numbers of 1, 2 or 4 bytes by row, one per group, to [block][group][16 rows]. After every `record` groups, `gap`
  * bytes are left as they are; blocks have whole records. Returns an enum lancebill_status. */

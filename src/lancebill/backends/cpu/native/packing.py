@@ -53,9 +53,11 @@ def pack_codes(
     if call is None:
         return None
     native, struct, _ = call
-    table = c_void_p(None if codes_of is None else codes_of.data_ptr())
+    table, size = (None, 0) if codes_of is None else (c_void_p(codes_of.data_ptr()), len(codes_of))
     bits = 4 if isinstance(codes, Nibbles) else 8
-    status = native.calls.lancebill_pack_codes(ctypes.byref(struct), bits, int(kind), table, invalid, len(invalid))
+    status = native.calls.lancebill_pack_codes(
+        ctypes.byref(struct), bits, int(kind), table, size, invalid, len(invalid)
+    )
     if status not in (0, _INVALID):
         native.raise_status(status)
     return not status
