@@ -30,11 +30,12 @@ class PlainInts(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         lead = self.lead(stored)
-        codes = self._codes(stored["codes"], "weights").to(torch.uint8)
+        codes = self._codes(stored["codes"], "weights")
         scale = to_level(stored["scale"], self.spec.scales[0], n, k, lead)
         zero = None
         if self.spec.zero is not None:
-            zero = to_level(self._codes(stored["zero"], "zero points"), self.spec.zero, n, k, lead)
+            zeros = self._codes(stored["zero"], "zero points").to(torch.int16)
+            zero = to_level(zeros, self.spec.zero, n, k, lead)
         else:
             check_no_zero(stored.get("zero"))
         return LogicalWeight(self.spec, codes, (scale,), zero)
@@ -52,8 +53,8 @@ class PlainInts(Scheme):
     def _codes(self, signed: Tensor, what: str) -> Tensor:
         bits = self.spec.dtype.bits
         half = 1 << (bits - 1)
-        codes = signed.to(torch.int16) + half
-        if bits < 8 and codes.numel() and unusual((codes.min() < 0) | (codes.max() >= 2 * half)):
+        codes = codes_of(signed) + half  # modulo 256: what is too small becomes too large
+        if bits < 8 and codes.numel() and unusual(codes.max() >= 2 * half):
             raise BadValue(
                 f"{what} outside the range of the config's {bits} bits",
                 expected=f"{-half} to {half - 1}",

@@ -18,7 +18,16 @@ from lancebill.formats._floats import LEVEL_ROLES, from_level, scale_axes, to_le
 from lancebill.formats._quark_config import INT_BITS, MX_BLOCK, QuarkPlan
 from lancebill.formats.base import BIAS, FLOAT_NAMES, SCALAR, Part, Scheme, codes_of, part
 from lancebill.formats.stored import TORCH_DTYPES
-from lancebill.numbers.bit_packing import pack_awq, pack_bits, unpack_awq, unpack_bits
+from lancebill.numbers.bit_packing import (
+    Nibbles,
+    as_bytes,
+    pack_awq,
+    pack_bits,
+    transposed,
+    turn_awq,
+    unpack_awq,
+    unpack_bits,
+)
 from lancebill.numbers.dtypes import E4M3, E5M2, E8M0, UE5M3, DType
 from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, Block, QuantSpec
 from lancebill.numbers.weight import LogicalWeight
@@ -72,9 +81,7 @@ class QuarkInteger(QuarkScheme):
     reorder: bool = True
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        transposed = self.plan.transposed
-        codes = self._read(stored["codes"], n if transposed else k)
-        codes = codes.t().contiguous() if transposed else codes
+        codes = self._codes(stored["codes"], n, k)
         zero = self._read_zero(stored["zero"], n, k) if "zero" in stored else None
         if self.spec.zero is None:
             if zero is not None and bool((zero != self._half).any()):
@@ -102,6 +109,13 @@ class QuarkInteger(QuarkScheme):
     def _half(self) -> int:
         """The code of a stored 0: the middle for signed integers, 0 for unsigned ones."""
         return 1 << (self.spec.dtype.bits - 1) if self._signed else 0
+
+    def _codes(self, words: Tensor, n: int, k: int) -> Tensor | Nibbles:
+        if not self.plan.transposed:
+            return self._read(words, k)
+        if self.spec.dtype.bits == 4 and self.reorder:
+            return turn_awq((as_bytes(words) ^ self._half * 0x11).view(torch.int32), n)
+        return transposed(self._read(words, n))
 
     def _read(self, words: Tensor, count: int) -> Tensor:
         """`count` codes along the last axis, in offset binary (unsigned codes unchanged)."""
