@@ -68,6 +68,19 @@ def test_reads_are_known_before(fmt: str) -> None:
         assert list(map(repr, reads_of_experts(plan, range(EXPERTS)))) == list(map(repr, seen))
 
 
+def test_tensors_of_several_experts_are_read_into_one(tmp_path: Path) -> None:
+    generated, recipe = gptq_layer("int4-g64:fp16-gptq", EXPERTS)
+    checkpoint = Checkpoint.open(save(generated, tmp_path))
+    reads = list(reads_of_experts(recipe.plan, range(EXPERTS)))
+    reader = DeviceReader(checkpoint.read, CPU)
+    for suffix in ("up_proj.qweight", "down_proj.scales"):
+        alike = [read for read in reads if read[0].endswith(suffix)]
+        found = reader.all(alike)
+        assert isinstance(found, Tensor) and same_bits(found, torch.stack([generated.read(*r) for r in alike]))
+    assert isinstance(reader.all(reads), list)  # of several shapes
+    assert isinstance(DeviceReader(generated.read, CPU).all(reads[:1]), list)  # in memory already
+
+
 def test_what_is_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plans("fp8", next(iter(registry()["fp8"].examples())))[0][1]
     monkeypatch.setattr(slice_sizes, "SLICE_BYTES", {"cpu": 64 << 20})

@@ -11,8 +11,8 @@ from lancebill.checkpoint.load.memory import expert_bytes, level_bytes
 from lancebill.checkpoint.load.staging import BUFFER_BYTES
 
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
-SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-LARGER = 4  # times as many of a large layer on a CPU: Python takes as long for several experts as for one
+SLICE_BYTES = {"cpu": 10 << 20, "cuda": 64 << 20}
+MOST_CPU_BYTES = 16 << 20  # of a large layer: Python takes as long for several experts as for one
 CPU_SHARE = 32  # of such a layer's bytes, a slice has at most one in so many
 SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
@@ -70,8 +70,7 @@ def read_ahead(plan: LayerPlan, device: torch.device) -> int:
 
 def _cpu_bytes(plan: LayerPlan) -> int:
     """Bytes of a slice on a CPU, as packed."""
-    least, layer = SLICE_BYTES["cpu"], len(plan.experts) * _packed_bytes(plan)
-    return max(least, min(LARGER * least, layer // CPU_SHARE))
+    return max(SLICE_BYTES["cpu"], min(MOST_CPU_BYTES, len(plan.experts) * _packed_bytes(plan) // CPU_SHARE))
 
 
 def _experts_in(plan: LayerPlan, most: int) -> int:

@@ -85,8 +85,11 @@ class DeviceReader:
         return self._to_device(self._read(name, index))
 
     def all(self, reads: Sequence[Read]) -> Tensor | list[Tensor]:
-        """Tensors of several experts: [experts, ...] if one copy to the device puts them together, else each."""
-        if not self._pinned or not self.asynchronous or self._fetched is not None:
+        """Tensors of several experts: [experts, ...] if reading or one copy to the device puts them together, else
+        each."""
+        if not self.asynchronous:
+            return _read_together(self._read, reads)
+        if not self._pinned or self._fetched is not None:
             return [self(name, index) for name, index in reads]
         found = [self._read(name, index) for name, index in reads]
         first = found[0]
@@ -165,6 +168,24 @@ class Fetched:
             used = self._buffers[number][: self._used] if last else self._buffers[number]
             self._copies[number] = used.to(self._device, non_blocking=True)
         return self._copies[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _read_together(read: Reader, reads: Sequence[Read]) -> Tensor | list[Tensor]:
+    """[reads, ...] if all are read from files, to tensors of one shape and dtype: into their places. Else each."""
+    together: list[Tensor] = []
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if not together:
+            together.append(torch.empty((len(reads), *shape), dtype=dtype))
+        place = together[0][len(found)]
+        return place if (*place.shape, dtype) == (*shape, place.dtype) else torch.empty(shape, dtype=dtype)
+
+    found: list[Tensor] = []
+    with reading_into(allocate):
+        for name, index in reads:
+            found.append(read(name, index))
+    in_place = together and all(map(Tensor.is_set_to, found, together[0].unbind()))
+    return together[0] if in_place else found
 
 
 def _key(name: str, index: Index) -> Key:
