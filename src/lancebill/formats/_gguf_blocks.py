@@ -53,7 +53,7 @@ class Plane:
     @property
     def holds_nibbles(self) -> bool:
         """Whether every byte holds two whole 4-bit numbers, a run apart."""
-        return self.width == 4 and self.lanes == 2 and self.shift == 0 and self.run % 8 == 0
+        return self.width == 4 and self.lanes == 2 and self.shift == 0 and self.run in (8, 16, 32, 64)
 
     def nibbles(self, blocks: Tensor) -> Nibbles:
         """`pieces` without unpacking them: from two neighbouring bytes, the low nibbles and the high nibbles."""
@@ -101,18 +101,26 @@ class Field:
     planes: tuple[Plane, ...]
     flipped: bool = False
 
+    @cached_property
+    def nibbles(self) -> Plane | None:
+        """The only plane, if its numbers need not be unpacked."""
+        only = self.planes[0]
+        return only if len(self.planes) == 1 and only.holds_nibbles and not self.flipped else None
+
+    def struct(self, count: int) -> native.FieldStruct:
+        """For a block of `count` numbers."""
+        planes, flip = [plane.struct for plane in self.planes], self._bytes if self.flipped else 0
+        size = count * self._bytes if self.nibbles is None else self.nibbles.size
+        return native.field_struct(planes, flip, size, nibbles=self.nibbles is not None)
+
+    def of_bytes(self, data: Tensor) -> Tensor | Nibbles:
+        """What `read` returns, of the bytes that the library has read."""
+        return data.view(self.dtype.storage) if self.nibbles is None else Nibbles(data)
+
     def read(self, blocks: Tensor, count: int) -> Tensor | Nibbles:
         """The numbers of each block, [..., blocks, count]."""
-        only = self.planes[0] if len(self.planes) == 1 else None
-        if only is not None and only.holds_nibbles and not self.flipped:
-            packed = native.read_nibbles(blocks, only.struct)
-            return only.nibbles(blocks) if packed is None else Nibbles(packed)
-        planes, flip = [plane.struct for plane in self.planes], self._bytes if self.flipped else 0
-        numbers = native.read_planes(blocks, planes, flip, count * self._bytes)
-        return self._read(blocks, count) if numbers is None else numbers.view(self.dtype.storage)
-
-    def _read(self, blocks: Tensor, count: int) -> Tensor:
-        """The definition of `read`."""
+        if self.nibbles is not None:
+            return self.nibbles.nibbles(blocks)
         only = self.planes[0] if len(self.planes) == 1 else None
         if only is not None and only.width == 8:
             numbers = blocks[..., only.start : only.start + only.size].clone(memory_format=torch.contiguous_format)
@@ -160,9 +168,17 @@ class BlockType:
     def fields(self) -> tuple[Field, ...]:
         return (self.codes, *self.scales, *self.minimum)
 
+    @cached_property
+    def _structs(self) -> list[native.FieldStruct]:
+        return [f.struct(self.columns // f.columns) for f in self.fields]
+
     def split(self, blocks: Tensor) -> tuple[Tensor | Nibbles, list[Tensor]]:
         """[..., n, blocks, size] bytes to the codes [..., n, k], and one [..., n, numbers] tensor per other field."""
-        codes, *levels = (f.read(blocks, self.columns // f.columns) for f in self.fields)
+        found = native.read_fields(blocks, self._structs)
+        if found is None:
+            codes, *levels = (f.read(blocks, self.columns // f.columns) for f in self.fields)
+        else:
+            codes, *levels = (f.of_bytes(data) for f, data in zip(self.fields, found))
         flat = Nibbles(codes.data.flatten(-2)) if isinstance(codes, Nibbles) else codes.flatten(-2)
         return flat, [level.flatten(-2) for level in levels if isinstance(level, Tensor)]
 

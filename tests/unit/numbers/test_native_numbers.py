@@ -136,6 +136,7 @@ def test_surveys_are_those_of_torch() -> None:
 STRUCTS = {
     "lancebill_survey": native.SurveyStruct,
     "lancebill_plane": native.PlaneStruct,
+    "lancebill_field": native.FieldStruct,
     "lancebill_level": native.LevelStruct,
     "lancebill_code_type": native.CodeTypeStruct,
     "lancebill_rounding": native.RoundingStruct,

@@ -26,6 +26,19 @@ class PlaneStruct(Structure):
     _fields_ = [(name, c_int32) for name in ("start", "size", "width", "run", "bit", "lanes", "first", "shift")]
 
 
+class FieldStruct(Structure):
+    """The numbers of one kind in a GGUF block. The fields of `lancebill_field`."""
+
+    _fields_ = [
+        ("planes", POINTER(PlaneStruct)),
+        ("plane_count", c_int32),
+        ("flip", c_int32),
+        ("bytes", c_int32),
+        ("nibbles", c_int32),
+        ("out", c_void_p),
+    ]
+
+
 class LevelStruct(Structure):
     """One number for each row and each `side` columns. The fields of `lancebill_level`."""
 
@@ -102,10 +115,7 @@ def library() -> ctypes.CDLL | None:
     if calls is not None:
         calls.lancebill_transpose.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32]
         calls.lancebill_turn_nibbles.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, POINTER(c_int32)]
-        calls.lancebill_read_planes.argtypes = [
-            c_void_p, c_int64, c_int64, POINTER(PlaneStruct), c_int32, c_int32, c_void_p, c_int64,
-        ]  # fmt: skip
-        calls.lancebill_read_nibbles.argtypes = [c_void_p, c_int64, c_int64, POINTER(PlaneStruct), c_void_p]
+        calls.lancebill_read_fields.argtypes = [c_void_p, c_int64, c_int64, POINTER(FieldStruct), c_int32]
         calls.lancebill_unpack_bits.argtypes = [c_void_p, c_int64, c_int32, c_void_p]
         calls.lancebill_contains.argtypes = [c_void_p, c_int64, POINTER(c_uint8), c_int32]
         calls.lancebill_survey_bytes.argtypes = [c_void_p, c_int64, POINTER(SurveyStruct)]
@@ -147,29 +157,23 @@ def turn_nibbles(words: Tensor, order: Sequence[int]) -> Tensor | None:
     return out
 
 
-def read_planes(blocks: Tensor, planes: Sequence[PlaneStruct], flip: int, numbers: int) -> Tensor | None:
-    """The bytes [..., numbers] of a field of each block [..., size]."""
+def field_struct(planes: Sequence[PlaneStruct], flip: int, size: int, *, nibbles: bool) -> FieldStruct:
+    """A field without its output: `size` bytes for each block."""
+    return FieldStruct((PlaneStruct * len(planes))(*planes), len(planes), flip, size, nibbles)
+
+
+def read_fields(blocks: Tensor, fields: Sequence[FieldStruct]) -> list[Tensor] | None:
+    """The bytes [..., bytes] of each field of the blocks [..., size], all of them in one pass."""
     calls = library_for(blocks)
     if calls is None:
         return None
     *lead, size = blocks.shape
-    out = torch.empty(*lead, numbers, dtype=torch.uint8, device=blocks.device)
-    count = blocks.shape[:-1].numel()
-    calls.lancebill_read_planes(
-        blocks.data_ptr(), count, size, _array(planes), len(planes), flip, out.data_ptr(), numbers
-    )
-    return out
-
-
-def read_nibbles(blocks: Tensor, plane: PlaneStruct) -> Tensor | None:
-    """4-bit codes of each block [..., size], two per byte."""
-    calls = library_for(blocks)
-    if calls is None or plane.run not in (8, 16, 32, 64):
-        return None
-    *lead, size = blocks.shape
-    out = torch.empty(*lead, plane.size, dtype=torch.uint8, device=blocks.device)
-    calls.lancebill_read_nibbles(blocks.data_ptr(), blocks.shape[:-1].numel(), size, byref(plane), out.data_ptr())
-    return out
+    outs = [torch.empty(*lead, field.bytes, dtype=torch.uint8, device=blocks.device) for field in fields]
+    filled = (FieldStruct * len(fields))(*fields)
+    for field, out in zip(filled, outs):
+        field.out = out.data_ptr()
+    calls.lancebill_read_fields(blocks.data_ptr(), blocks.shape[:-1].numel(), size, filled, len(filled))
+    return outs
 
 
 def unpack_bits(data: Tensor, bits: int) -> Tensor | None:
@@ -209,7 +213,3 @@ def survey(data: Tensor) -> SurveyStruct | None:
     found = SurveyStruct()
     calls.lancebill_survey_bytes(data.data_ptr(), data.numel(), byref(found))
     return found
-
-
-def _array(planes: Sequence[PlaneStruct]) -> ctypes.Array[PlaneStruct]:
-    return (PlaneStruct * len(planes))(*planes)

@@ -16,6 +16,16 @@ typedef struct lancebill_plane {
   int32_t start, size, width, run, bit, lanes, first, shift;
 } lancebill_plane;
 
+/* The numbers of one kind in a block, and where those of all blocks go. */
+typedef struct lancebill_field {
+  const lancebill_plane *planes;
+  int32_t plane_count;
+  int32_t flip;    /* every so many bytes one has its top bit inverted; 0: none */
+  int32_t bytes;   /* of each block in `out`: assembled from the planes ... */
+  int32_t nibbles; /* ... or, of one plane of two 4-bit lanes, not unpacked: column 2i in the low nibble of byte i */
+  uint8_t *out;
+} lancebill_field;
+
 /* One number for each row and each `side` columns (0: for the whole row); NULL: none. */
 typedef struct lancebill_level {
   const float *numbers; /* [rows][stride] */
@@ -81,14 +91,9 @@ void lancebill_transpose(const void *in, void *out, int64_t batch, int64_t rows,
 void lancebill_turn_nibbles(const uint8_t *in, uint8_t *out, int64_t batch, int64_t rows, int64_t columns,
                             const int32_t *order);
 
-/* One field of `count` blocks of `size` bytes: for each block `numbers` bytes, assembled from planes. Every `flip`-th
- * byte (0: none) has its top bit inverted. */
-void lancebill_read_planes(const uint8_t *blocks, int64_t count, int64_t size, const lancebill_plane *planes,
-                           int32_t plane_count, int32_t flip, uint8_t *out, int64_t numbers);
-
-/* The same for one plane of two 4-bit lanes, without unpacking: column 2i in the low nibble of byte i. */
-void lancebill_read_nibbles(const uint8_t *blocks, int64_t count, int64_t size, const lancebill_plane *plane,
-                            uint8_t *out);
+/* The fields of `count` blocks of `size` bytes. */
+void lancebill_read_fields(const uint8_t *blocks, int64_t count, int64_t size, const lancebill_field *fields,
+                           int32_t field_count);
 
 /* A dense bit stream: `groups` of eight codes of 1 to 7 bits, one byte per code. */
 void lancebill_unpack_bits(const uint8_t *data, int64_t groups, int32_t bits, uint8_t *out);

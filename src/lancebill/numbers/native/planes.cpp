@@ -11,7 +11,7 @@ namespace lancebill {
 namespace {
 
 constexpr uint64_t kEach = 0x0101010101010101;  // times a byte: that byte eight times
-constexpr int64_t kChunk = 16;                  // blocks whose numbers stay in the first cache while planes are added
+constexpr int64_t kChunk = 32;                  // blocks that stay in the first cache while all fields are read
 
 // `kBytes` bytes, followed by zeros.
 template <int kBytes>
@@ -146,22 +146,46 @@ void read_nibble_run(const uint8_t* bytes, uint8_t* out) {
 }
 
 template <int kRun>
-void read_nibbles(const uint8_t* blocks, int64_t count, int64_t size, const lancebill_plane& p, uint8_t* out) {
+void read_nibbles(const Blocks& blocks, const lancebill_plane& p) {
   constexpr int kStep = kRun < 16 ? 16 : kRun;
-  for (int64_t b = 0; b < count; b++) {
-    const uint8_t* bytes = blocks + b * size + p.start;
+  uint8_t* out = blocks.out;
+  for (int64_t b = 0; b < blocks.count; b++) {
+    const uint8_t* bytes = blocks.bytes + b * blocks.size + p.start;
     for (int at = 0; at < p.size; at += kStep, out += kStep) read_nibble_run<kRun>(bytes + at, out);
   }
 }
 
 // `kSize` whole bytes of each block.
 template <int kSize>
-void read_bytes(const uint8_t* blocks, int64_t count, int64_t size, int flip, uint8_t* __restrict out) {
+void read_bytes(const Blocks& blocks, int start, int flip) {
   uint8_t flipped[kSize] = {};
   for (int i = flip - 1; flip && i < kSize; i += flip) flipped[i] = 0x80;
-  for (int64_t b = 0; b < count; b++, out += kSize) {
-    for (int i = 0; i < kSize; i++) out[i] = blocks[b * size + i] ^ flipped[i];
+  const uint8_t* __restrict bytes = blocks.bytes + start;
+  uint8_t* __restrict out = blocks.out;
+  for (int64_t b = 0; b < blocks.count; b++, out += kSize, bytes += blocks.size) {
+    for (int i = 0; i < kSize; i++) out[i] = bytes[i] ^ flipped[i];
   }
+}
+
+void read_field(const Blocks& blocks, const lancebill_field& field) {
+  const lancebill_plane& first = field.planes[0];
+  switch (field.nibbles ? first.run : 0) {
+    case 8: return read_nibbles<8>(blocks, first);
+    case 16: return read_nibbles<16>(blocks, first);
+    case 32: return read_nibbles<32>(blocks, first);
+    case 64: return read_nibbles<64>(blocks, first);
+  }
+  switch (field.plane_count == 1 && first.width == 8 ? field.bytes : 0) {
+    case 1: return read_bytes<1>(blocks, first.start, field.flip);
+    case 2: return read_bytes<2>(blocks, first.start, field.flip);
+    case 4: return read_bytes<4>(blocks, first.start, field.flip);
+    case 16: return read_bytes<16>(blocks, first.start, field.flip);
+    case 32: return read_bytes<32>(blocks, first.start, field.flip);
+  }
+  const int64_t bytes = blocks.count * field.bytes;
+  std::memset(blocks.out, 0, bytes);
+  for (int p = 0; p < field.plane_count; p++) add_plane(blocks, field.planes[p]);
+  for (int64_t i = field.flip - 1; field.flip && i < bytes; i += field.flip) blocks.out[i] ^= 0x80;
 }
 
 }  // namespace
@@ -169,32 +193,14 @@ void read_bytes(const uint8_t* blocks, int64_t count, int64_t size, int flip, ui
 
 using namespace lancebill;
 
-void lancebill_read_planes(const uint8_t* blocks, int64_t count, int64_t size, const lancebill_plane* planes,
-                           int32_t plane_count, int32_t flip, uint8_t* out, int64_t numbers) {
-  const uint8_t* bytes = blocks + planes[0].start;
-  switch (plane_count == 1 && planes[0].width == 8 ? numbers : 0) {
-    case 1: return read_bytes<1>(bytes, count, size, flip, out);
-    case 2: return read_bytes<2>(bytes, count, size, flip, out);
-    case 4: return read_bytes<4>(bytes, count, size, flip, out);
-    case 16: return read_bytes<16>(bytes, count, size, flip, out);
-    case 32: return read_bytes<32>(bytes, count, size, flip, out);
-  }
+void lancebill_read_fields(const uint8_t* blocks, int64_t count, int64_t size, const lancebill_field* fields,
+                           int32_t field_count) {
   for (int64_t first = 0; first < count; first += kChunk) {
     const int64_t some = std::min(kChunk, count - first);
-    const Blocks chunk{blocks + first * size, some, size, out + first * numbers, numbers};
-    std::memset(chunk.out, 0, some * numbers);
-    for (int p = 0; p < plane_count; p++) add_plane(chunk, planes[p]);
-    for (int64_t i = flip - 1; flip && i < some * numbers; i += flip) chunk.out[i] ^= 0x80;
-  }
-}
-
-void lancebill_read_nibbles(const uint8_t* blocks, int64_t count, int64_t size, const lancebill_plane* plane,
-                            uint8_t* out) {
-  switch (plane->run) {
-    case 8: read_nibbles<8>(blocks, count, size, *plane, out); break;
-    case 16: read_nibbles<16>(blocks, count, size, *plane, out); break;
-    case 32: read_nibbles<32>(blocks, count, size, *plane, out); break;
-    default: read_nibbles<64>(blocks, count, size, *plane, out);
+    for (int f = 0; f < field_count; f++) {
+      const int64_t bytes = fields[f].bytes;
+      read_field({blocks + first * size, some, size, fields[f].out + first * bytes, bytes}, fields[f]);
+    }
   }
 }
 
