@@ -45,12 +45,18 @@ def split_records(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_bytes(dtype: DType, codes: Tensor) -> Tensor:
     """The signed byte of each code."""
-    return _look_up(_byte_map_on(dtype, 0, codes.device), codes)
+    return codes if _are_bytes(dtype) else _look_up(_byte_map_on(dtype, 0, codes.device), codes)
 
 
 def from_bytes(dtype: DType, numbers: Tensor) -> Tensor:
     """The inverse of `to_bytes`."""
-    return _look_up(_byte_map_on(dtype, 1, numbers.device), numbers)
+    return numbers if _are_bytes(dtype) else _look_up(_byte_map_on(dtype, 1, numbers.device), numbers)
+
+
+@cache
+def _are_bytes(dtype: DType) -> bool:
+    """Whether codes are the bytes of their numbers already."""
+    return all(int(value) % 256 == code for code, value in enumerate(dtype.table))
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:
