@@ -173,19 +173,20 @@ class Fetched:
 def _read_together(read: Reader, reads: Sequence[Read]) -> Tensor | list[Tensor]:
     """[reads, ...] if all are read from files, to tensors of one shape and dtype: into their places. Else each."""
     together: list[Tensor] = []
+    places: list[Tensor] = []
+    found: list[Tensor] = []
 
     def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if not together:
             together.append(torch.empty((len(reads), *shape), dtype=dtype))
-        place = together[0][len(found)]
-        return place if (*place.shape, dtype) == (*shape, place.dtype) else torch.empty(shape, dtype=dtype)
+            places.extend(together[0].unbind())
+        place = places[len(found)]
+        return place if place.shape == tuple(shape) and place.dtype == dtype else torch.empty(shape, dtype=dtype)
 
-    found: list[Tensor] = []
     with reading_into(allocate):
         for name, index in reads:
             found.append(read(name, index))
-    in_place = together and all(map(Tensor.is_set_to, found, together[0].unbind()))
-    return together[0] if in_place else found
+    return together[0] if places and all(map(Tensor.is_set_to, found, places)) else found
 
 
 def _key(name: str, index: Index) -> Key:
