@@ -29,7 +29,7 @@ from result_files import write_record
 PROMPT = list(range(5, 37))
 PARTS = {  # names of operators on a CPU
     "experts": ("vllm::lancebill_experts",),
-    "dense": ("_C::onednn_mm", "aten::mm", "aten::addmm", "aten::linear"),
+    "dense": ("lancebill::narrow_linear", "_C::onednn_mm", "aten::mm", "aten::addmm", "aten::linear"),
     "attention": (
         "vllm::unified_attention_with_output",
         "vllm::unified_kv_cache_update",

@@ -9,7 +9,7 @@ import kinds
 import torch
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 128,
+    "vocab_size": 512,
     "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -120,13 +120,18 @@ EVERYWHERE: dict[str, tuple[str, str, bool]] = {
 }
 
 
-def plain_model(family: str, folder: Path, seed: int = 7) -> Path:
+def tied_model(family: str, folder: Path) -> Path:
+    """A tiny bf16 model with one matrix for embeddings and logits."""
+    return plain_model(family, folder / "tied", tie_word_embeddings=True)
+
+
+def plain_model(family: str, folder: Path, seed: int = 7, **changes: Any) -> Path:
     """A tiny bf16 model as transformers saves it."""
     import transformers
 
     folder = folder / f"{family}-{seed}-plain"
     if not folder.exists():
-        config = transformers.AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
+        config = transformers.AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | changes))
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():

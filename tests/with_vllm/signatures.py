@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from lancebill.integrations.vllm.hooks import BALANCING_HOOKS, HOOKS
+from lancebill.integrations.vllm.hooks import BALANCING_HOOKS, HOOKS, NARROW_HOOKS
 
 
 def arguments(root: Path, module: str, name: str) -> list[str] | None:
@@ -66,7 +66,7 @@ def _absolute(module: str, root: Path, node: ast.ImportFrom) -> str:
 
 
 def record(root: Path) -> dict[str, list[str] | None]:
-    return {str(hook): arguments(root, hook.module, hook.name) for hook in (*HOOKS, *BALANCING_HOOKS)}
+    return {str(hook): arguments(root, hook.module, hook.name) for hook in (*HOOKS, *BALANCING_HOOKS, *NARROW_HOOKS)}
 
 
 if __name__ == "__main__":

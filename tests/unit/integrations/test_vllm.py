@@ -110,6 +110,12 @@ def test_hooks_exist_in_every_tested_version(version: str) -> None:
     assert hooks.version_warning(version) is None
 
 
+def test_hooks_of_narrow_matrices_exist_in_the_first_and_last_tested_version() -> None:
+    for version in (min(SIGNATURES), max(SIGNATURES)):
+        for hook in hooks.NARROW_HOOKS:
+            assert set(hook.arguments) <= set(SIGNATURES[version][str(hook)] or ()), (version, hook)
+
+
 def test_missing_hooks_and_untested_versions_are_named() -> None:
     with pytest.raises(UnsupportedProblem, match=r"json\.dumper"):
         hooks.check_hooks((hooks.Hook("json", "dumper"),))

@@ -12,6 +12,7 @@ from lancebill.errors import UnsupportedProblem
 
 TESTED = ((0, 26), (0, 32))  # the first and the last version that were tested
 
+_LAYERS = "vllm.model_executor.layers"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization"
 
@@ -142,6 +143,21 @@ BALANCING_HOOKS = (
         "vllm.distributed.eplb.eplb_state",
         "EplbLayerState",
         ("logical_to_physical_map", "logical_replica_count"),
+    ),
+)
+
+
+# What dense matrices in 16 bits need besides. Without one of these they are vLLM's, in fp32.
+NARROW_HOOKS = (
+    Hook(f"{_LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("layer",)),
+    Hook(f"{_LAYERS}.linear", "UnquantizedLinearMethod.apply", ("layer", "x", "bias")),
+    Hook(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding"),
+    Hook(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.apply", ("layer", "x", "bias")),
+    Hook(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.embedding", ("layer", "input_")),
+    Hook(
+        f"{_LAYERS}.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("layer",),
     ),
 )
 

@@ -13,12 +13,16 @@ from typing import Any
 
 from torch import Tensor, nn
 from vllm import ModelRegistry
+from vllm.logger import init_logger
 from vllm.model_executor.models.registry import _BaseRegisteredModel
 
 from lancebill.integrations.vllm.balancing import follow_moves
 from lancebill.integrations.vllm.building import building, is_building
 from lancebill.integrations.vllm.experts import adopt_layer_classes
+from lancebill.integrations.vllm.hooks import NARROW_HOOKS, missing_hook
 from lancebill.integrations.vllm.takeover import Takeover
+
+logger = init_logger("vllm.lancebill")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ def diverting_class(base: Any) -> type[nn.Module]:
 
     class Diverting(base):
         lancebill_takeover: Takeover | None = None
+        lancebill_narrow: Any = None  # what `narrow` kept
 
         @functools.wraps(base.__init__)  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +60,8 @@ def diverting_class(base: Any) -> type[nn.Module]:
             with building() as model:
                 super().__init__(*args, **kwargs)
             self.lancebill_takeover = model.takeover
+            if model.takeover is not None and model.takeover.keeps_narrow:
+                self.lancebill_narrow = _kept(self)
 
         def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
             takeover = self.lancebill_takeover
@@ -65,8 +72,25 @@ def diverting_class(base: Any) -> type[nn.Module]:
             takeover.end_stream()
             return loaded
 
+        def process_weights_after_loading(self) -> None:
+            """vLLM calls this of any model that has it, after all layers."""
+            if "process_weights_after_loading" in dir(base):
+                super().process_weights_after_loading()
+            if self.lancebill_narrow is not None and self.lancebill_narrow.dtypes:
+                logger.info("dense layers: %s", self.lancebill_narrow)
+
     Diverting.__name__, Diverting.__qualname__, Diverting.__module__ = base.__name__, base.__qualname__, base.__module__
     return Diverting
+
+
+def _kept(model: nn.Module) -> Any:
+    missing = missing_hook(NARROW_HOOKS)
+    if missing is not None:
+        logger.info("dense layers: vLLM (%s)", missing)
+        return None
+    from lancebill.integrations.vllm.narrow import keep_narrow
+
+    return keep_narrow(model)
 
 
 def divert_models() -> None:

@@ -16,6 +16,7 @@ from lancebill.split import moves as moving
 
 SECTION = "lancebill"
 OFFER, REQUIRE, OFF = MODES = ("offer", "require", "off")
+AUTO, *_ = LINEAR = ("auto", OFFER, OFF)
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class Settings:
 
     `offer` takes the layers that a fast backend computes and leaves the others to vLLM, `require` raises where it
     cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
-    names to vLLM. `linear` offers quantised dense layers too. `gpu_memory` (of all layers on this rank) or
-    `gpu_experts` (of each layer) limit the experts on a GPU: the others stay in host memory, computed by the CPU.
+    names to vLLM. `linear` "auto" keeps dense matrices in 16 bits on a CPU that computes in fp32, where lancebill takes
+    experts; "offer" does so in every model, and offers quantised dense layers too. `gpu_memory` (of all layers on this
+    rank) or `gpu_experts` (of each layer) limit the experts on a GPU: the others stay in host memory, for the CPU.
     `moves` "recency" keeps those on the GPU that were used last, `cpu_threads` is the number of the CPU's threads.
     """
 
@@ -34,7 +36,7 @@ class Settings:
     activations: ActivationRules = None
     backend: str = oracle.AUTO
     order: str = FAST
-    linear: str = OFF
+    linear: str = AUTO
     gpu_memory: int | str | None = None
     gpu_experts: int | None = None
     moves: str = moving.OFF
@@ -73,7 +75,7 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
         activations=_rules(section, "activations"),  # type: ignore[arg-type]
         backend=_choice(section, "backend", (oracle.AUTO, *registry()), oracle.AUTO),
         order=_choice(section, "order", ORDERS, order),
-        linear=_choice(section, "linear", (OFFER, OFF), OFF),
+        linear=_choice(section, "linear", LINEAR, AUTO),
         gpu_memory=section.get("gpu_memory"),
         gpu_experts=section.get("gpu_experts"),
         moves=_choice(section, "moves", moving.MOVES, moving.OFF),

@@ -67,6 +67,15 @@ class Library:
         size: int = self.calls.lancebill_dense_bytes(rows, columns)
         return size
 
+    def linear(self, weights: int, type: int, shape: tuple[int, int], bias: int | None, x: Tensor, out: Tensor) -> None:
+        """Rows of fp32 times a matrix of this shape at an address, with an fp32 bias."""
+        status = self.calls.lancebill_linear(
+            weights, type, *shape, bias, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0),
+            torch.get_num_threads(), self.best,
+        )  # fmt: skip
+        if status:
+            self.raise_status(status)
+
     def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, scratch_bytes: int) -> None:
         """Run one layer or linear."""
         scratch = _scratch.at_least(scratch_bytes)
@@ -184,6 +193,9 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_scratch_bytes.restype = c_int64
     calls.lancebill_dense_bytes.restype = c_int64
     calls.lancebill_dense_bytes.argtypes = [c_int64, c_int64]
+    calls.lancebill_linear.argtypes = [
+        c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int32, c_int32,
+    ]  # fmt: skip
     calls.lancebill_stream.restype = c_uint64
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]

@@ -375,6 +375,12 @@ int32_t lancebill_route(const lancebill_routing *routing);
 
 int32_t lancebill_decode_step(const lancebill_decode *call);
 
+/* One dense step: out[count][rows] = x[count][columns] times a matrix as in lancebill_dense. Sums of a row do not depend
+ * on the other rows. */
+int32_t lancebill_linear(const void *weights, int32_t type, int32_t rows, int32_t columns, const float *bias,
+                         const float *x, int64_t x_stride, int32_t count, float *out, int64_t out_stride,
+                         int32_t threads, int32_t level);
+
 /* Scratch bytes of a dense step of so many rows and columns of x. */
 int64_t lancebill_dense_bytes(int64_t rows, int64_t columns);
 
