@@ -120,6 +120,18 @@ EVERYWHERE: dict[str, tuple[str, str, bool]] = {
 }
 
 
+def dense_model(folder: Path) -> Path:
+    """A tiny bf16 model without experts."""
+    import transformers
+
+    made = folder / "llama"
+    if not made.exists():
+        torch.manual_seed(7)
+        config = transformers.LlamaConfig(**COMMON, intermediate_size=128)
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(made)
+    return made
+
+
 def tied_model(family: str, folder: Path) -> Path:
     """A tiny bf16 model with one matrix for embeddings and logits."""
     return plain_model(family, folder / "tied", tie_word_embeddings=True)

@@ -86,3 +86,16 @@ def test_one_matrix_for_embeddings_and_logits(folder: Path, request: pytest.Fixt
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
         assert made.lm_head.weight is made.model.embed_tokens.weight
         check(engine.ask(llm), model)
+
+
+def test_a_model_without_experts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Left alone, unless dense layers are offered; and `require` says that there is nothing to require."""
+    model = models.dense_model(folder)
+    with engine.engine(model, {"mode": "require"}) as llm:
+        assert engine.takeover_of(llm) is None and not stored_in(llm)
+        left = engine.ask(llm)
+    assert "this model has none" in "".join(capfd.readouterr())
+    with engine.engine(model, {"linear": "offer"}) as llm:
+        assert "lm_head" in stored_in(llm)
+        got = engine.ask(llm)
+    assert got.tokens == left.tokens and got.distance(left) <= BOUND

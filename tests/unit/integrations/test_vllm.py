@@ -57,6 +57,7 @@ def test_settings() -> None:
         ({"cpu_threads": 1}, "lancebill, cpu_threads.*no layer is split"),
         ({"moves": "recency"}, "lancebill, moves.*only where layers are split"),
         ({"moves": "recency", "gpu_experts": 1, "order": "batch-invariant"}, "not batch-invariant"),
+        ({"linear": "of"}, "lancebill.linear: .*auto or offer or off"),
         ({"moves": "always"}, "lancebill.moves.*off or recency"),
         ({"gpu_experts": 1, "gpu_memory": "1GiB"}, "gpu_experts and gpu_memory"),
         ([], "not an object"),

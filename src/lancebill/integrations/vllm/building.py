@@ -21,7 +21,7 @@ from lancebill.integrations.vllm.gguf import NAME as GGUF
 from lancebill.integrations.vllm.gguf import gguf_file
 from lancebill.integrations.vllm.linear import LinearMethod
 from lancebill.integrations.vllm.other_weights import OtherWeights
-from lancebill.integrations.vllm.settings import OFFER, Settings, parse_settings
+from lancebill.integrations.vllm.settings import OFF, OFFER, REQUIRE, Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
 
@@ -37,7 +37,8 @@ SHARDED = ("sharded_state", "runai_streamer_sharded")
 class ModelUnderConstruction:
     """Collects the takeover of one model. Models inside it (of a vision model, say) share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.takeover: Takeover | None = None
         self.asked = False
 
@@ -48,6 +49,20 @@ class ModelUnderConstruction:
             self.takeover = _make_takeover(get_current_vllm_config())
         return self.takeover
 
+    @property
+    def keeps_narrow(self) -> bool:
+        """Whether dense matrices shall keep 16 bits: by default in models of whose experts we take any."""
+        decisions = () if self.takeover is None else self.takeover.decisions.values()
+        wanted = self.settings.linear == OFFER or any(decision.taken for decision in decisions)
+        return self.settings.takes_any and self.settings.linear != OFF and wanted
+
+    def report(self) -> None:
+        """Who computes the experts, in the log."""
+        if self.takeover is not None and (self.takeover.decisions or self.takeover.unnumbered):
+            logger.info("routed experts: %s", self.takeover.summary())
+        elif not self.asked and self.settings.mode == REQUIRE:
+            logger.warning("routed experts: this model has none, so there is nothing to require")
+
 
 _under_construction: list[ModelUnderConstruction] = []
 
@@ -55,16 +70,15 @@ _under_construction: list[ModelUnderConstruction] = []
 @contextmanager
 def building() -> Iterator[ModelUnderConstruction]:
     """While the outermost model is built."""
-    made = ModelUnderConstruction()
-    _under_construction.append(made)
     vllm_config = get_current_vllm_config()
+    made = ModelUnderConstruction(_settings(vllm_config))
+    _under_construction.append(made)
     before = vllm_config.quant_config
     try:
-        if before is not None and _settings(vllm_config).linear == OFFER:
+        if before is not None and made.settings.linear == OFFER:
             _offer_dense_layers(vllm_config, made.ask())
         yield made
-        if made.takeover is not None and (made.takeover.decisions or made.takeover.unnumbered):
-            logger.info("routed experts: %s", made.takeover.summary())
+        made.report()
     finally:
         vllm_config.quant_config = before
         _under_construction.pop()

@@ -60,7 +60,7 @@ def diverting_class(base: Any) -> type[nn.Module]:
             with building() as model:
                 super().__init__(*args, **kwargs)
             self.lancebill_takeover = model.takeover
-            if model.takeover is not None and model.takeover.keeps_narrow:
+            if model.keeps_narrow:
                 self.lancebill_narrow = _kept(self)
 
         def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from lancebill.backends.oracle import AUTO, Choice
 from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem, ranges
 from lancebill.formats.stored import Config, Stored
 from lancebill.integrations.vllm.other_weights import OtherWeights
-from lancebill.integrations.vllm.settings import OFF, OFFER, Settings
+from lancebill.integrations.vllm.settings import Settings
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
@@ -94,12 +94,6 @@ class Takeover:
         if why is not None:
             raise UnsupportedProblem(UNNUMBERED, where=f"{self.source.path}, {name}", hint=why)
         self.unnumbered.append(name)
-
-    @property
-    def keeps_narrow(self) -> bool:
-        """Whether dense layers shall keep 16 bits: by default of models of which we compute more."""
-        taken = any(decision.taken for decision in self.decisions.values())
-        return self.settings.linear == OFFER or (self.settings.linear != OFF and taken)
 
     def experts(self) -> ModelExperts:
         if self._experts is None:
