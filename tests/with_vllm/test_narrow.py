@@ -88,8 +88,12 @@ def test_one_matrix_for_embeddings_and_logits(folder: Path, request: pytest.Fixt
         check(engine.ask(llm), model)
 
 
-def test_a_model_without_experts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_experts(
+    folder: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     """Left alone, unless dense layers are offered; and `require` says that there is nothing to require."""
+    if not request.config.getoption("--vllm-all"):
+        pytest.skip("only with --vllm-all")
     model = models.dense_model(folder)
     with engine.engine(model, {"mode": "require"}) as llm:
         assert engine.takeover_of(llm) is None and not stored_in(llm)

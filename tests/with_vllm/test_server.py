@@ -23,7 +23,9 @@ from lancebill.cli.engines import running_server  # noqa: E402
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
 SIZES = [word for name, size in engine.SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
-OPTIONS = ["--engine", "vllm", "--weights", "int4-g32", "--dtype", "float32", "--enforce-eager", *SIZES]
+# The engine's process computes: a worker of its own would import vLLM once more. `test_ranks` has such workers.
+ONE_PROCESS = ["--distributed-executor-backend", "uni"]
+OPTIONS = ["--engine", "vllm", "--weights", "int4-g32", "--dtype", "float32", "--enforce-eager", *ONE_PROCESS, *SIZES]
 
 
 @pytest.fixture(scope="module")
