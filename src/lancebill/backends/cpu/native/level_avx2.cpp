@@ -1,4 +1,4 @@
-// flags x86_64: -mavx2 -mfma -mf16c
+// flags x86_64: -mavx2 -mfma -mf16c ?-fno-tree-coalesce-vars
 #include "layer.h"
 #include "plan.h"
 #include "vector_avx2.h"

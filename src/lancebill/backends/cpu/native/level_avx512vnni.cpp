@@ -1,4 +1,4 @@
-// flags x86_64: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c
+// flags x86_64: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c ?-fno-tree-coalesce-vars
 #include "layer.h"
 #include "plan.h"
 #include "vector_avx512.h"
