@@ -112,8 +112,8 @@ struct ToOutput {
 // `Rows` input rows times `Blocks` row blocks. The destination has been evicted since the last expert, so it is
 // prefetched before the GEMM.
 template <class V, int Blocks, int Rows, class Results>
-LANCEBILL_INLINE void multiply_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block,
-                                    int64_t slot, const Results& results) {
+LANCEBILL_INLINE void multiply_rows(const Packed& p, Streams& s, const Inputs& inputs, int64_t block, int64_t slot,
+                                    const Results& results) {
   alignas(64) float out[Rows][Blocks][kRows];
   const uint8_t* records[Rows];
   for (int r = 0; r < Rows; r++) {
@@ -121,13 +121,14 @@ LANCEBILL_INLINE void multiply_rows(const Packed& p, const Streams& s, const Inp
     LANCEBILL_EACH(b, Blocks) __builtin_prefetch(results.destination(slot + r, block + b), 1);
   }
   gemm<V, Blocks, Rows>(p, s, records, out);
+  s.call++;
   for (int r = 0; r < Rows; r++) results.write(slot + r, block, Blocks, out[r][0]);
 }
 
 template <class V, int Blocks, class Results>
 void multiply_all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
                        const Results& results) {
-  const Streams s = streams(p, block, next);
+  Streams s = streams(p, block, next, Blocks, (end - slot + V::rows - 1) / V::rows);
   // The last few blocks of a matrix are too rare for kernels of several rows. With tiles, tasks of two blocks are not:
   // an expert that has too few rows for a tile is multiplied here.
   if constexpr (Blocks == V::blocks) {
@@ -328,9 +329,12 @@ void run_last_gemm(const Call& call) {
     const int64_t high = min_of(units * (task + 1) / tasks * unit, int64_t{p.blocks});
     const int64_t column = low * kRows, width = (high - low) * kRows;
     for (int64_t row = 0; row < call.summed_rows; row++) fill(call.sums_of(row) + column, width, 0);
+    const int64_t later = min_of(task + work.threads, tasks - 1);  // a guess: scheduling is dynamic
     for (int32_t i = 0; i < call.actives; i++) {
       const int64_t expert = call.active[i], base = expert * p.blocks;
-      const int64_t next = call.active[min_of(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
+      const bool last = i + 1 == call.actives;
+      const int64_t next = last ? call.active[0] * int64_t{p.blocks} + units * later / tasks * unit
+                                : call.active[i + 1] * int64_t{p.blocks} + low;
       multiply_blocks<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
                          ToOutput{call, base});
     }

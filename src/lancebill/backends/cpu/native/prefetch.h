@@ -7,17 +7,27 @@
 namespace lancebill {
 namespace {
 
+// Codes of the blocks of one kernel call that stay in the second cache, together with those of the next blocks.
+constexpr int64_t kKeptBytes = 256 << 10;
 constexpr int64_t kScalePrefetch = 512;  // bytes from the scales and zeros being read to those being prefetched
 
 // The row blocks that one kernel call reads. Each strip is a separate memory stream. `next_*` are the blocks read
 // afterwards: prefetches past the end of the current blocks continue there.
+//
+// Many input rows take several calls for the same blocks, and only the first would wait for memory. Then each of 2^shift
+// calls prefetches its share of the next blocks, to L2: memory is read as long as something is computed.
 struct Streams {
   const uint8_t *codes, *scales, *zeros;
   const uint8_t *next_codes, *next_scales, *next_zeros;
+  int shift = 0;
+  int64_t call = 0;
 };
 
-inline Streams streams(const Packed& p, int64_t block, int64_t next) {
-  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next), p.zeros(next)};
+// For `calls` calls of `blocks` row blocks.
+inline Streams streams(const Packed& p, int64_t block, int64_t next, int64_t blocks = 1, int64_t calls = 1) {
+  const bool kept = blocks * p.strip_bytes <= kKeptBytes * p.strip;
+  const int shift = kept ? 63 - __builtin_clzll(static_cast<uint64_t>(calls)) : 0;
+  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next), p.zeros(next), shift};
 }
 
 // The address `distance` bytes after `offset` in `current`, which has `size` bytes and is followed by `next`. The
@@ -31,13 +41,15 @@ inline const uint8_t* prefetch_address(const uint8_t* current, const uint8_t* ne
 }
 
 // The two prefetch addresses in the first strip: `far` goes to L2, `near` to L1 (see kFarBytes). Offsets reach the
-// other strips.
+// other strips. `far` moves more slowly if it passes a share of a strip only, and some lines are prefetched repeatedly.
 struct PrefetchPoint {
   const uint8_t *far, *near;
+  int shift;
 
   LANCEBILL_INLINE void prefetch_both(int64_t offset) const { prefetch_line(far + offset, near + offset); }
   LANCEBILL_INLINE void prefetch_far(int64_t offset) const { __builtin_prefetch(far + offset, 0, 3); }
-  PrefetchPoint operator+(int64_t offset) const { return {far + offset, near + offset}; }
+  PrefetchPoint operator+(int64_t offset) const { return {far + offset, near + offset, shift}; }
+  PrefetchPoint moved(int64_t bytes) const { return {far + (bytes >> shift), near + bytes, shift}; }
 };
 
 // Prefetches the lines of `Strips` strips while the kernel multiplies an earlier group. Each step prefetches `Count`
@@ -53,7 +65,7 @@ struct PrefetchSteps {
   int64_t strip_bytes;
 
   PrefetchSteps(const PrefetchPoint& first, int64_t strip_bytes, int pass, int64_t steps)
-      : point(first + (pass % kSets * kStreams * strip_bytes + pass / kSets * steps * kLines * kUnit)),
+      : point((first + pass % kSets * kStreams * strip_bytes).moved(pass / kSets * steps * kLines * kUnit)),
         strip_bytes(strip_bytes) {}
 
   LANCEBILL_INLINE void step() {
@@ -62,7 +74,7 @@ struct PrefetchSteps {
         const int64_t offset = stream * strip_bytes + line * kUnit;
         V::prefetch_twice ? point.prefetch_both(offset) : point.prefetch_far(offset);
       }
-    point = point + kLines * kUnit;
+    point = point.moved(kLines * kUnit);
   }
 };
 
@@ -74,8 +86,15 @@ class PrefetchCursor {
       : s_(s), strip_bytes_(p.strip_bytes), piece_(piece), far_(round_up(kFarBytes, piece)),
         near_(round_up(kNearBytes, piece)), end_(s.codes + p.strip_bytes) {}
 
-  PrefetchPoint at(int64_t offset) const { return {address(offset, far_), address(offset, near_)}; }
-  LANCEBILL_INLINE PrefetchPoint next(const PrefetchPoint& point) const { return {next(point.far), next(point.near)}; }
+  PrefetchPoint at(int64_t offset) const {
+    const int64_t share = s_.call & ((1 << s_.shift) - 1);
+    const uint8_t* shared = s_.next_codes + ((share * strip_bytes_ + offset) >> s_.shift);
+    return {s_.shift == 0 ? address(offset, far_) : shared, address(offset, near_), s_.shift};
+  }
+  LANCEBILL_INLINE PrefetchPoint next(const PrefetchPoint& point) const {
+    const uint8_t* far = point.shift == 0 ? next(point.far) : point.far + (piece_ >> point.shift);
+    return {far, next(point.near), point.shift};
+  }
 
  private:
   const uint8_t* address(int64_t offset, int64_t distance) const {
