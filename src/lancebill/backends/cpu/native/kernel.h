@@ -21,6 +21,7 @@
 //   whole_bytes               with several blocks at once: derive the sums of high nibbles from sums of whole bytes
 //   word_rows                 input rows in one call of the kernel for many rows (many_rows.h), 0 if there is none
 //   word_blocks               row blocks that it multiplies at once
+//   many_rows                 from how many rows on it is faster (ManyRows)
 //   even_bytes, odd_bytes     bytes 0 and 2, 1 and 3 of every four, as words of 16 bits
 //   dot_words                 adds each row's product of two words, and two of an input from broadcast_pair
 //   scales, zeros, floats, signed_bytes, Minifloat  decode per-row numbers from their stored bytes

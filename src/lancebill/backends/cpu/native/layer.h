@@ -151,8 +151,10 @@ bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
 template <class V>
 Form form_of(const Call& call, const Packed& p, int64_t rows) {
   if (takes_tiles<V>(call, p, rows)) return Form::kTiles;
-  const int64_t fewest = p.plain_entries ? kWordRowsOfPlain : kWordRows;
-  return V::word_rows > 0 && rows >= fewest && p.fits_words ? Form::kWords : Form::kRecord;
+  if constexpr (V::word_rows > 0) {
+    if (p.fits_words && rows >= V::many_rows.of(p)) return Form::kWords;
+  }
+  return Form::kRecord;
 }
 
 // Multiplies row blocks [low, high) of one expert, numbered over all experts, with slots [slot, end), and writes the

@@ -200,11 +200,13 @@ void multiply_some(int32_t rows, const Packed& p, const Panel& panel, int32_t fi
   multiply_inputs<V, Rows>(p, panel, first, groups, inputs, slot, totals);
 }
 
-// All rows of [slot, end), which are at least kWordRows, in calls of about as many.
+// All rows of [slot, end) in calls of about as many.
 template <class V>
 void multiply_all(const Packed& p, const Panel& panel, int32_t first, int32_t groups, const Inputs& inputs,
                   int64_t slot, int64_t end, BlockFloats* totals) {
-  static_assert(V::word_rows <= kWordRows, "no call has fewer than half of the most rows");
+  constexpr ManyRows kFrom = V::many_rows;
+  constexpr int kFewest = min_of(min_of(kFrom.bytes, kFrom.six_bits), min_of(kFrom.plain, kFrom.others));
+  static_assert(V::word_rows / 2 <= kFewest, "no call has fewer than half of the most rows");
   const int32_t all = static_cast<int32_t>(end - slot), calls = (all + V::word_rows - 1) / V::word_rows;
   const int32_t fewest = all / calls, larger = all % calls;
   for (int32_t call = 0; call < calls; call++) {

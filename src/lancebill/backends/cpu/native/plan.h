@@ -17,8 +17,6 @@ constexpr int kSixBitLines = 3;   // in so many cache lines
 constexpr int kTileRows = 16;     // lines of a tile
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
 constexpr int kPanelColumns = 256;    // columns whose codes are expanded at once for many rows
-constexpr int kWordRows = 16;         // input rows of an expert from which that is faster,
-constexpr int kWordRowsOfPlain = 32;  // where codes of 4 bits need no table
 constexpr int kTileRowsByDefault = 6;  // input rows from which tiles are faster
 
 // Each cache line of codes is prefetched twice: to L2 about kFarBytes before it is read, to L1 about kNearBytes before.
@@ -149,6 +147,17 @@ struct Call {
 
 // Validates and fills everything but the scratch. `tiles`: the level has tiles. Returns a status.
 int32_t plan(const lancebill_layer* layer, const lancebill_work* work, bool tiles, Call& call);
+
+// Input rows of an expert from which the kernel for many rows (many_rows.h) is faster, by codes: `plain` are 4-bit
+// integers.
+struct ManyRows {
+  int bytes, six_bits, plain, others;
+  int of(const Packed& p) const {
+    if (p.matrix->codes == LANCEBILL_BYTE) return bytes;
+    if (p.matrix->codes == LANCEBILL_BITS6) return six_bits;
+    return p.plain_entries ? plain : others;
+  }
+};
 
 // Assigns scratch memory from `memory`; with nullptr only measures. Returns the bytes needed.
 int64_t lay_out(Call& call, uint8_t* memory);

@@ -78,6 +78,12 @@ struct Avx512 {
 #endif
   }
 
+  // Measured on a Cascade Lake, with weights in the second cache and with weights in memory.
+#ifdef __AVX512VNNI__
+  static constexpr ManyRows many_rows = {32, 16, 64, 24};
+#else
+  static constexpr ManyRows many_rows = {4, 6, 32, 12};  // bytes in two planes are slow
+#endif
   static constexpr int word_rows = 6, word_blocks = 2;
   static Codes even_bytes(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi16(255)); }
   static Codes odd_bytes(Codes codes) { return _mm512_srli_epi16(codes, 8); }
