@@ -85,7 +85,7 @@ struct Run {
     const auto* matrices = static_cast<const lancebill_dense*>(step.what);
     const int64_t bytes = matrices[0].columns * (matrices[0].type == LANCEBILL_F32 ? 4 : 2);
     const DenseInputs inputs = tile_inputs(step);
-    const int64_t multiple = inputs.numbers == nullptr ? kDenseRows : 2 * kDenseTileRows;
+    const int64_t multiple = inputs.numbers == nullptr ? kernels.dense_rows : 2 * kDenseTileRows;
     const int64_t each = round_up(std::max<int64_t>(kTaskBytes / bytes, 1), multiple);  // rows of a task
     int64_t tasks = 0;
     for (int32_t i = 0; i < step.count; i++) tasks += (matrices[i].rows + each - 1) / each;

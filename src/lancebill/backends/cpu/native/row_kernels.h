@@ -7,8 +7,6 @@
 
 namespace lancebill {
 
-constexpr int kDenseRows = 8;  // rows of a dense matrix that are read at once, at most
-
 // Rows of x as tiles read them (tile_dense.h), in blocks of kDenseBlock rows.
 struct DenseInputs {
   uint16_t* numbers;  // kDenseParts for each number of x
@@ -52,6 +50,7 @@ struct RowKernels {
   void (*attend_block)(const QueryBlock& block);
   float (*sigmoid)(float x);
   const DenseTiles* tiles;  // null: none
+  int64_t dense_rows;       // of a dense matrix: a multiple of those that are read at once
 };
 
 // Null where they were not built.

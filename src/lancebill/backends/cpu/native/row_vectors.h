@@ -27,20 +27,25 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
-// Sums that stay in registers, rows of a matrix times rows of x: enough to hide the latency of an addition.
+// Sums that stay in registers, rows of a matrix times rows of x: enough to hide the latency of an addition. Eight rows of
+// x do not fit the first cache, so AVX-512 loads each of their vectors for three rows of the matrix. Tasks are of
+// kTaskRows rows, or a multiple.
 #if defined(__AVX512F__)
-constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 4, kSingleRows = 4;
+constexpr int kManyInputs = 8, kManyRows = 3, kFewRows = 4, kSingleRows = 4;
+constexpr int64_t kTaskRows = 12;
 constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 16;  // of attention
 constexpr int kQueryVectors = 2, kQuerySums = 8;  // of attention in blocks
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 3, kSingleRows = 8;
+constexpr int64_t kTaskRows = 8;
 constexpr bool kPrefetchRows = true;
 constexpr bool kLoadPairs = true;  // a register holds two vectors of 16-bit numbers; half as many prefetches
 constexpr int kValueSums = 16;
 constexpr int kQueryVectors = 4, kQuerySums = 4;
 #else
 constexpr int kManyInputs = 4, kManyRows = 4, kFewRows = 4, kSingleRows = 4;
+constexpr int64_t kTaskRows = 8;
 constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 8;
 constexpr int kQueryVectors = 2, kQuerySums = 4;

@@ -239,7 +239,7 @@ void attend(const float* q, int64_t heads, const void* keys, const void* values,
 
 float gated(float x) { return sigmoid(x); }
 
-constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, attend_block, gated, nullptr};
+constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, attend_block, gated, nullptr, kTaskRows};
 
 }  // namespace
 }  // namespace lancebill
