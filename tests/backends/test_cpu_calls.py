@@ -42,6 +42,22 @@ def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_loops_on_threads_of_openmp_have_the_same_bits(tokens: int) -> None:
+    layer_work, library, before = work("mxfp4", "bf16", tokens), native.library(), torch.get_num_threads()
+    assert library is not None
+    want = layer_work.run(BACKEND)
+    if not library.use_openmp():
+        pytest.skip("no OpenMP library with GOMP_parallel in this process")
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(layer_work.run(BACKEND), want), threads
+    finally:
+        library.use_openmp(False)
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("activations", BOUNDS)
 def test_second_call_is_fast_and_bit_identical(slow_calls: list[int], activations: str) -> None:
     """Also with other tensors and other thread counts."""

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 def output_of(source: str, tmp_path: Path) -> str:
     cxx, folder, program = build.compiler(), build.KERNELS.folder, tmp_path / "program"
     assert cxx is not None
-    sources = [str(Path(__file__).parent / source), str(folder / "parallel.cpp")]
+    sources = [str(Path(__file__).parent / source), str(folder / "parallel.cpp"), str(folder / "openmp.cpp")]
     subprocess.run([cxx, "-std=c++17", "-pthread", f"-I{folder}", *sources, "-o", str(program)], check=True)
     return subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm import ModelRegistry
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import _BaseRegisteredModel
 
+from lancebill.backends.cpu import native
 from lancebill.integrations.vllm.balancing import follow_moves
 from lancebill.integrations.vllm.building import building, is_building
 from lancebill.integrations.vllm.experts import adopt_layer_classes
@@ -62,6 +64,8 @@ def diverting_class(base: Any) -> type[nn.Module]:
             self.lancebill_takeover = model.takeover
             if model.keeps_narrow:
                 self.lancebill_narrow = _kept(self)
+            if model.takeover is not None or self.lancebill_narrow is not None:
+                _share_threads()
 
         def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
             takeover = self.lancebill_takeover
@@ -81,6 +85,13 @@ def diverting_class(base: Any) -> type[nn.Module]:
 
     Diverting.__name__, Diverting.__qualname__, Diverting.__module__ = base.__name__, base.__qualname__, base.__module__
     return Diverting
+
+
+def _share_threads() -> None:
+    """On a CPU vLLM's operators run between ours, on OpenMP's threads: ours would find the cores taken by these."""
+    library = native.library()
+    if library is not None and torch.get_default_device().type == "cpu":
+        library.use_openmp()
 
 
 def _kept(model: nn.Module) -> Any:

@@ -119,6 +119,18 @@ class Library:
         text: bytes = self.calls.lancebill_status_text(status)
         raise LaunchError(f"CPU kernel call failed: {text.decode()}")
 
+    def use_openmp(self, wanted: bool = True) -> bool:
+        """Compute on the threads of this process's OpenMP library instead of threads of our own; whether it has one.
+
+        For engines that run OpenMP's loops between ours: its threads spin on the cores that ours need.
+        """
+        try:
+            found = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p) if wanted else None
+        except (AttributeError, OSError, TypeError):  # there is none, or no such lookup on this system
+            return False
+        self.calls.lancebill_use_openmp(found)
+        return True
+
     def place_threads(self, cpus: Sequence[int], spin_us: int) -> None:
         """Run worker threads on any of these CPUs (none: of all); without a task they spin this long, then sleep."""
         self.calls.lancebill_place_threads((c_int32 * len(cpus))(*cpus), len(cpus), spin_us)
@@ -199,6 +211,7 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_stream.restype = c_uint64
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]
+    calls.lancebill_use_openmp.argtypes = [c_void_p]
     calls.lancebill_place_threads.argtypes = [c_void_p, c_int32, c_int32]
     calls.lancebill_watch.argtypes = [c_void_p]
     calls.lancebill_unwatch.argtypes = [c_void_p]

@@ -100,9 +100,7 @@ typedef struct lancebill_matrix {
   int32_t center;  /* subtracted from codes or table entries; ignored with ZERO_U8 and FLOAT8 */
   int32_t mantissa; /* FLOAT8 only: 2 (e5m2), 3 (e4m3) or 4 (e3m4), bias 2^(6 - m) - 1; step corrects others */
   float step;      /* value of one unit of the table; 1 for integers, 0.5 for e2m1 */
-  /* TABLE4 only: entries 0 .. 16383, with fp32 inputs to 2^24 - 1. One lookup if all are <= 127, two if all are <= 16383,
-   * else weights are fp32: these need scales that are not I8 and zeros that are not U8. */
-  int32_t table[16];
+  int32_t table[16]; /* TABLE4: 0 .. 16383; to 2^24 - 1 with fp32 inputs, which are then multiplied in fp32: no I8, U8 */
 
   const uint8_t *code_bytes;
   const void *scale_bytes;  /* NULL with SCALE_NONE */
@@ -345,8 +343,11 @@ const char *lancebill_status_text(int32_t status); /* one sentence */
  * before they sleep (negative: the default). A caller stays where it is. */
 void lancebill_place_threads(const int32_t *cpus, int32_t count, int32_t spin_us);
 
-/* For tests: the next worker that takes a task ends, as if it were killed. */
-void lancebill_end_worker(void);
+/* From now on calls compute on the threads of the OpenMP library with this GOMP_parallel, instead of threads of our own;
+ * with NULL on ours again. Nothing then replaces a thread that ends, and a forked child must not call. */
+void lancebill_use_openmp(void *gomp_parallel);
+
+void lancebill_end_worker(void); /* for tests: the next worker that takes a task ends, as if it were killed */
 
 /* Scratch bytes of this call; negative: minus the status that lancebill_run would return. */
 int64_t lancebill_scratch_bytes(const lancebill_layer *layer, const lancebill_work *work);
@@ -372,17 +373,14 @@ int64_t lancebill_take_rows(const lancebill_slots *slots, int32_t *rows, int32_t
 
 /* Routes all tokens. Nothing is written unless it returns LANCEBILL_OK. */
 int32_t lancebill_route(const lancebill_routing *routing);
-
 int32_t lancebill_decode_step(const lancebill_decode *call);
 
-/* One dense step: out[count][rows] = x[count][columns] times a matrix as in lancebill_dense. Sums of a row do not depend
- * on the other rows. */
+/* One dense step: out[count][rows] = x[count][columns] times a lancebill_dense; a row's sums do not depend on others. */
 int32_t lancebill_linear(const void *weights, int32_t type, int32_t rows, int32_t columns, const float *bias,
                          const float *x, int64_t x_stride, int32_t count, float *out, int64_t out_stride,
                          int32_t threads, int32_t level);
 
-/* Scratch bytes of a dense step of so many rows and columns of x. */
-int64_t lancebill_dense_bytes(int64_t rows, int64_t columns);
+int64_t lancebill_dense_bytes(int64_t rows, int64_t columns); /* scratch of a dense step with so many of x */
 
 /* Bytes per expert of the packed arrays, for checks: codes, scales, zeros (0 if absent). */
 void lancebill_packed_bytes(const lancebill_matrix *matrix, int32_t gated, int64_t bytes[3]);

@@ -300,6 +300,7 @@ std::atomic<Teams*>& all_teams() {
 }  // namespace
 
 void run_tasks(int threads, int64_t count, TaskFunction call, const void* task) {
+  if (run_on_openmp(threads, count, call, task)) return;
   Teams* teams = all_teams().load();
   Team* team = teams->take();
   lost_tasks = !team->run(std::min(threads, kMostThreads), count, call, task);

@@ -20,6 +20,9 @@ inline void pause_core() {
 // before its task has, the task is lost: then loops of this caller do nothing until it asks for the status.
 void run_tasks(int threads, int64_t count, TaskFunction call, const void* task);
 
+// The same on an engine's OpenMP threads (see openmp.cpp); false if nobody asked for that.
+bool run_on_openmp(int threads, int64_t count, TaskFunction call, const void* task);
+
 bool tasks_are_lost();  // in a loop of this thread, since it last asked for the status
 
 // LANCEBILL_OK, or LANCEBILL_LOST_WORKER if tasks were lost since this thread last asked. Every call ends with it.
