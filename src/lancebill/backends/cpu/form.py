@@ -185,14 +185,15 @@ def _values(dtype: DType, exact_inputs: bool) -> Values:
 def _table(dtype: DType, exact_inputs: bool) -> Values:
     """The table as integers: exact if one step divides all entries, else rounded to multiples of a power of two.
 
-    They have at most 14 bits, or 24 with fp32 inputs, which are more accurate than 14 bits.
+    They have at most 14 bits, or 24 with fp32 inputs, which are more accurate than 14 bits. With these a step that is no
+    power of two counts as rounding, too: it multiplies every sum.
     """
     finite = [dtype.table[c] for c in dtype.valid_codes]
     low, high = min(*finite, 0.0), max(*finite, 0.0)
     exact = next((s for s in _steps(finite) if _divides(s, finite) and (high - low) / s <= _TWO_LOOKUPS), None)
-    in_floats = exact is None and exact_inputs
+    in_floats = exact_inputs and (exact is None or not _is_power_of_two(exact))
     largest = _FLOAT_LOOKUP if in_floats else _TWO_LOOKUPS
-    step = exact or 2.0 ** math.ceil(math.log2((high - low) / largest))
+    step = exact if exact and not in_floats else 2.0 ** math.ceil(math.log2((high - low) / largest))
     center = round(-low / step)
     entries = [round(v / step) + center if math.isfinite(v) else 0 for v in dtype.table]
     return Values(abi.Codes.TABLE4, tuple(entries + [0] * (16 - len(entries))), center, step, in_floats=in_floats)
@@ -202,6 +203,10 @@ def _steps(values: list[float]) -> list[float]:
     """Candidate steps: powers of two, largest first, then the smallest magnitude."""
     smallest = min((abs(v) for v in values if v), default=1.0)
     return [2.0**e for e in range(2, -14, -1)] + [smallest]
+
+
+def _is_power_of_two(step: float) -> bool:
+    return math.frexp(step)[0] == 0.5
 
 
 def _divides(step: float, values: list[float]) -> bool:
