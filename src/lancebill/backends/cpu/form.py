@@ -185,8 +185,8 @@ def _values(dtype: DType, exact_inputs: bool) -> Values:
 def _table(dtype: DType, exact_inputs: bool) -> Values:
     """The table as integers: exact if one step divides all entries, else rounded to multiples of a power of two.
 
-    They have at most 14 bits, or 24 with fp32 inputs, which are more accurate than 14 bits. With these a step that is no
-    power of two counts as rounding, too: it multiplies every sum.
+    They have at most 14 bits, or 24 with fp32 inputs, which are more accurate than 14 bits. With these a step that is
+    no power of two counts as rounding, too: it multiplies every sum.
     """
     finite = [dtype.table[c] for c in dtype.valid_codes]
     low, high = min(*finite, 0.0), max(*finite, 0.0)

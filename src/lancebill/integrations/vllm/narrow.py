@@ -62,14 +62,13 @@ class NarrowWeight:
             self.weight = loaded
             self.kept.dtypes[self.name] = str(loaded.dtype).removeprefix("torch.")
         elif self.weight.dtype != loaded.dtype:
-            self.weight.data = torch.empty_like(
-                loaded.data
-            )  # vLLM copies a reload into the parameter of the first load
+            # vLLM copies a reload into the parameter of the first load.
+            self.weight.data = torch.empty_like(loaded.data)
         return True
 
 
-class NarrowLinearMethod(UnquantizedLinearMethod):
-    """A dense layer."""
+class Narrow:
+    """Mixed into vLLM's methods: layers whose matrix is in 16 bits are multiplied by our operator."""
 
     def __init__(self, name: str, kept: Kept) -> None:
         super().__init__()
@@ -77,35 +76,27 @@ class NarrowLinearMethod(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not self.narrow.take(layer):
-            super().process_weights_after_loading(layer)
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.narrow.weight is None:
-            return super().apply(layer, x, bias)
+            vllms: Tensor = super().apply(layer, x, bias)  # type: ignore[misc]
+            return vllms
         made: Tensor = narrow_linear(x, layer.weight, bias)
         return made
 
 
-class NarrowEmbeddingMethod(UnquantizedEmbeddingMethod):
+class NarrowLinearMethod(Narrow, UnquantizedLinearMethod):
+    """A dense layer."""
+
+
+class NarrowEmbeddingMethod(Narrow, UnquantizedEmbeddingMethod):
     """A table of embeddings, the matrix of the logits, or both in one."""
-
-    def __init__(self, name: str, kept: Kept) -> None:
-        self.narrow = NarrowWeight(name, kept)
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if not self.narrow.take(layer):
-            super().process_weights_after_loading(layer)
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         if self.narrow.weight is None:
             return super().embedding(layer, input_)
         made: Tensor = narrow_rows(input_, layer.weight)
-        return made
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.narrow.weight is None:
-            return super().apply(layer, x, bias)
-        made: Tensor = narrow_linear(x, layer.weight, bias)
         return made
 
 
