@@ -25,7 +25,8 @@ from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.random_weight import random_weight
 from lancebill.numbers.spec_names import parse_spec
 
-SHAPES, SPECS, ROWS = "4096x4096,14336x4096,4096x14336", "mxfp4,int4-g128,int8,fp8", "1,2,4,8,16"
+SHAPES = "4096x4096,14336x4096,4096x14336,8192x8192,5120x5120,28672x4096"
+SPECS, ROWS = "mxfp4,int4-g128,int8,fp8", "1,2,4,8,16"
 
 
 def main() -> None:

@@ -35,7 +35,8 @@ class Strips:
     count: int
     parts: int
     ahead: int  # slices of a warp that are being read
-    rows: int  # of the tile: 1 or 8
+    rows: int  # of the tile: 1, 8 or 16
+    window: int  # slices of x that are copied to shared memory together, while another window is used
 
     @property
     def features(self) -> int:

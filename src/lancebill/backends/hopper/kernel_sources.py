@@ -109,6 +109,7 @@ def strip_gemm(form: WeightForm, strips: Strips, slices: int, out: str, *, bias:
     constants = {
         **form_constants(form),
         "STRIPS": strips.count, "PARTS": strips.parts, "AHEAD": strips.ahead, "T": strips.rows,
+        "WINDOW": strips.window,
         "EXACT": slices % (strips.ahead * strips.parts) == 0, "BIAS": bias, "DEPEND": depend,
     }  # fmt: skip
     options = (("num_warps", strips.warps),)

@@ -5,9 +5,9 @@ PARTS-th slice, and add their sums in shared memory in the end, in order. So the
 4096 features has 256 strips, but only 32 units.
 
 Packed words go straight from memory to the registers of the warp that multiplies them: no other warp needs them, and
-the first reads begin a few instructions after the launch. AHEAD steps of a warp's slices are in flight. All columns of
-x are copied to shared memory at once, so that warps wait for each other only once. The matrix instruction is mma.sync:
-wgmma takes 64 features.
+the first reads begin a few instructions after the launch. AHEAD steps of a warp's slices are in flight. Columns of x
+are copied to shared memory by windows; the next window is on the way while one is used, and warps wait for each other
+once for each. The matrix instruction is mma.sync: wgmma takes 64 features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lancebill.backends.gpu.kernels.gluon_names import view
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
 
 COLUMNS = gl.constexpr(64)  # of a slice
-LONGEST = gl.constexpr(64)  # slices of a row, for all of which x has room
 
 
 @gluon.constexpr_function
@@ -80,31 +79,27 @@ def slices_per_scale(form):
 
 
 @gluon.jit
-def load_inside(at, inside, EXACT: gl.constexpr):
-    """Words at these addresses; zeros outside of the matrix, unless it is known that none are."""
-    if EXACT:
-        return gl.load(at)
-    else:
-        return gl.load(at, mask=inside, other=0)
+def slice_of(step, slices, PARTS: gl.constexpr, EXACT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which slice each warp takes in a step. Past the end it is the last one: its columns of x are zeros there."""
+    slice = step * PARTS + gl.arange(0, PARTS, LAYOUT)
+    return slice if EXACT else gl.minimum(slice, slices - 1)
 
 
 @gluon.jit
 def load_words(codes, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr):
-    """Each warp's words of one slice; zeros where the matrix ends."""
+    """Each warp's words of one slice."""
     SLICE: gl.constexpr = dequant.slice_rows(form) * 32
     if dequant.code_bits(form) == 8:
         HALVES: gl.constexpr = byte_word_layout(PARTS, STRIPS)
         SIDES: gl.constexpr = gl.SliceLayout(0, HALVES)
         half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, HALVES))).expand_dims(1).expand_dims(2)
-        k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, SIDES))).expand_dims(1).expand_dims(0)
+        k = slice_of(step, slices, PARTS, EXACT, gl.SliceLayout(1, SIDES)).expand_dims(1).expand_dims(0)
         i = gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
-        at = k * SLICE + half * (SLICE // 4) + i
-        return load_inside(codes + at, (k < slices) & (at >= 0), EXACT)
+        return gl.load(codes + (k * SLICE + half * (SLICE // 4) + i))
     else:
         LAYOUT: gl.constexpr = word_layout(PARTS, STRIPS)
-        k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))).expand_dims(1)
-        at = k * SLICE + gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-        return load_inside(codes + at, (k < slices) & (at >= 0), EXACT)
+        k = slice_of(step, slices, PARTS, EXACT, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+        return gl.load(codes + (k * SLICE + gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)))
 
 
 @gluon.jit
@@ -115,10 +110,10 @@ def load_scales(
     WORDS: gl.constexpr = dequant.scale_words(form)
     SHARED: gl.constexpr = slices_per_scale(form)
     LAYOUT: gl.constexpr = scale_layout(PARTS, STRIPS, WORDS)
-    k = (step * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))).expand_dims(1)
+    k = slice_of(step, slices, PARTS, EXACT, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     i = gl.arange(0, 8 * WORDS * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     block = k // SHARED if SHARED > 0 else k * 0
-    return load_inside(scales + block * (64 * WORDS) + i, (k < slices) & (i >= 0), EXACT)
+    return gl.load(scales + (block * (64 * WORDS) + i))
 
 
 @gluon.jit
@@ -133,16 +128,25 @@ def load_step(
 
 
 @gluon.jit
-def copy_rows(x, held, rows, width):
-    """Start the copies of all columns of x; zeros where a row or the rows end."""
+def copy_window(x, held, window, rows, width):
+    """Start the copies of one window of columns of x; zeros where a row or the rows end."""
+    SLICES: gl.constexpr = held.shape[0]
     T: gl.constexpr = held.shape[1]
     LAYOUT: gl.constexpr = row_layout(T, gl.num_warps())
     SIDES: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    slice = gl.arange(0, LONGEST, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
+    slice = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
     t = gl.arange(0, T, gl.SliceLayout(1, SIDES)).expand_dims(1).expand_dims(0)
     k = slice * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
+    k += window * (SLICES * COLUMNS)
     async_copy.async_copy_global_to_shared(held, x + (t * width + k), mask=(t < rows) & (k < width))
     async_copy.commit_group()
+
+
+@gluon.jit
+def turn_window(x, windows, window, rows, width):
+    """Wait until this window of x is in shared memory, where the one after it takes the place of the one before."""
+    copy_window(x, windows.index((window + 1) % 2), window + 1, rows, width)
+    async_copy.wait_group(1)
 
 
 @gluon.jit
@@ -174,15 +178,17 @@ def add_parts(sums, LAYOUT: gl.constexpr):
 def strip_gemm(
     x, codes, scales, out, factors, bias, rows, slices, scale_blocks, width, columns,
     CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
-    STRIPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, T: gl.constexpr, EXACT: gl.constexpr,
-    BIAS: gl.constexpr, DEPEND: gl.constexpr,
+    STRIPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, T: gl.constexpr, WINDOW: gl.constexpr,
+    EXACT: gl.constexpr, BIAS: gl.constexpr, DEPEND: gl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = sum over k of x[row, k] * W[n, k], plus the bias, for up to T rows: 1 or 8.
+    """out[row, n] = sum over k of x[row, k] * W[n, k], plus the bias, for up to T rows: 1, 8 or 16.
 
-    EXACT: the slices of x are a multiple of AHEAD * PARTS.
+    Shared memory has two windows of WINDOW slices of x, in turns. EXACT: the slices of x are a multiple of
+    AHEAD * PARTS.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     WORDS: gl.constexpr = 1 if dequant.scale_words(form) == 0 else 2
+    STEPS: gl.constexpr = WINDOW // PARTS  # of a window
     first = gl.program_id(0) * (16 * STRIPS)
     unit = first // 128
     strip = first % 128 // 16
@@ -195,29 +201,38 @@ def strip_gemm(
     ahead = ()
     for i in gl.static_range(AHEAD):
         ahead += load_step(codes, scales, i, slices, PARTS, STRIPS, EXACT, form)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, T, [2, 1, 0])
-    held = gl.allocate_shared_memory(x.dtype.element_ty, [LONGEST, T, COLUMNS], SWIZZLED)
-    steps = view(held, held.dtype, [LONGEST // PARTS, PARTS, T, COLUMNS], SWIZZLED)
-    copy_rows(x, held, rows, width)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(T, 8), [2, 1, 0])
+    held = gl.allocate_shared_memory(x.dtype.element_ty, [2 * WINDOW, T, COLUMNS], SWIZZLED)
+    windows = view(held, held.dtype, [2, WINDOW, T, COLUMNS], SWIZZLED)
+    steps = view(held, held.dtype, [2 * STEPS, PARTS, T, COLUMNS], SWIZZLED)
+    copy_window(x, windows.index(0), 0, rows, width)
+    copy_window(x, windows.index(1), 1, rows, width)
     if DEPEND:
         let_successor_start()
     RESULT: gl.constexpr = result_layout(PARTS, STRIPS)
     n = first + gl.arange(0, 16 * STRIPS, gl.SliceLayout(1, RESULT))
     factor = gl.load(factors + n)  # now: at the end the block would wait for them
     shift = gl.load(bias + n) if BIAS else factor
-    sums = gl.zeros([PARTS, 16 * STRIPS, 8], gl.float32, sums_layout(PARTS, STRIPS))
+    sums = gl.zeros([PARTS, 16 * STRIPS, max(T, 8)], gl.float32, sums_layout(PARTS, STRIPS))
+    others = sums  # of every other step: a chain of products is half as long
     rounds = (slices + AHEAD * PARTS - 1) // (AHEAD * PARTS)
-    async_copy.wait_group(0)
+    async_copy.wait_group(1)
     for round in range(rounds - 1):
+        if round > 0 and round * AHEAD % STEPS == 0:
+            turn_window(x, windows, round * AHEAD // STEPS, rows, width)
         for i in gl.static_range(AHEAD):
             step = round * AHEAD + i
-            sums = multiply_step(sums, ahead[:WORDS], steps.index(step), form)
+            sums, others = others, multiply_step(sums, ahead[:WORDS], steps.index(step % (2 * STEPS)), form)
             ahead = ahead[WORDS:] + load_step(codes, scales, step + AHEAD, slices, PARTS, STRIPS, EXACT, form)
+    last = (rounds - 1) * AHEAD
+    if rounds > 1 and last % STEPS == 0:
+        turn_window(x, windows, last // STEPS, rows, width)
     for i in gl.static_range(AHEAD):
-        sums = multiply_step(sums, ahead[i * WORDS : (i + 1) * WORDS], steps.index((rounds - 1) * AHEAD + i), form)
-    total = add_parts(sums, RESULT) * factor.expand_dims(1)
+        words = ahead[i * WORDS : (i + 1) * WORDS]
+        sums, others = others, multiply_step(sums, words, steps.index((last + i) % (2 * STEPS)), form)
+    total = add_parts(sums + others, RESULT) * factor.expand_dims(1)
     if BIAS:
         total += shift.expand_dims(1)
     n = n.expand_dims(1)
-    t = gl.arange(0, 8, gl.SliceLayout(0, RESULT)).expand_dims(0)
+    t = gl.arange(0, max(T, 8), gl.SliceLayout(0, RESULT)).expand_dims(0)
     gl.store(out + t * columns + n, total.to(out.dtype.element_ty), mask=(t < rows) & (n < columns))

@@ -31,10 +31,19 @@ _DECODE_BLOCKS = 3  # per SM, when decoding; or 2, see `decode_chunks`
 _TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
 MOST_FEW_ROWS = 16  # of one matrix that are one tile
-# Rows of a tile: (strips of a block, parts of K, blocks per SM), from few features to many.
-_STRIPS = {1: ((1, 8, 4), (1, 4, 7)), 8: ((1, 8, 2), (1, 4, 3), (2, 4, 3))}
-_STRIP_AHEAD = 4
-_LONGEST_STRIP = 64  # slices: LONGEST of kernels/strips.py
+# How blocks share strips, tile by tile from few features to many: the strips, how many blocks per SM run at once (None:
+# any number of rounds), and the most slices of a row of codes of four and of eight bits (None: any).
+_STRIPS = (
+    (Strips(1, 8, 4, 1, 64), 4, {4: None, 8: None}),
+    (Strips(1, 4, 4, 1, 64), None, {4: None, 8: None}),
+    (Strips(1, 8, 4, 8, 32), 3, {4: 192, 8: None}),
+    (Strips(2, 4, 4, 8, 32), 3, {4: 128, 8: None}),
+    (Strips(4, 4, 2, 8, 16), 2, {4: 64, 8: None}),
+    (Strips(4, 2, 4, 8, 16), None, {4: 64, 8: None}),
+    (Strips(1, 8, 2, 16, 16), 3, {4: 128, 8: 192}),
+    (Strips(2, 4, 4, 16, 16), 2, {4: 80, 8: 192}),
+)
+_WASTED = 1.15  # how many slices a block may take for each that a row has
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
@@ -229,15 +238,18 @@ def _cut_for(form: WeightForm, tiles: int, stages: int, resident: int, known: bo
 def strips(form: WeightForm, rows: int, units: int, slices: int) -> Strips | None:
     """How blocks share one matrix for few rows without pieces to exchange; None if they had better share its units.
 
-    Every block reads all of x, and a warp unpacks what it reads: both cost more than pieces where rows are long. All
-    blocks are resident: a second round of them would begin with an empty pipeline.
+    Every block reads all of x, and a warp unpacks what it reads: with many rows of x and long rows of codes both cost
+    more than pieces. A second round of a few blocks would begin with an empty pipeline.
     """
-    if slices > _LONGEST_STRIP or not (form.simple or form.bits == 8):
+    if not (form.simple or form.bits == 8):
         return None
-    tile = next((tile for tile in _STRIPS if rows <= tile), 0)
-    for count, parts, blocks in _STRIPS.get(tile, ()):
-        if units * ROWS <= 16 * count * blocks * _PROCESSORS:
-            return Strips(count, parts, _STRIP_AHEAD, tile)
+    tile = next((found.rows for found, _, _ in _STRIPS if rows <= found.rows), None)
+    for found, blocks, longest in _STRIPS:
+        resident = blocks is None or units * ROWS <= found.features * blocks * _PROCESSORS
+        most = longest[form.bits]
+        if found.rows == tile and resident and (most is None or slices <= most):
+            taken = -(-slices // (found.ahead * found.parts)) * found.ahead * found.parts
+            return found if taken <= _WASTED * slices else replace(found, ahead=2)
     return None
 
 
