@@ -11,7 +11,7 @@ from lancebill.backends.base import Plan
 from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.roofline import activated_experts
-from lancebill.backends.gpu.tiles import Rule, Strips, Tile, power_of_two
+from lancebill.backends.gpu.tiles import Rule, SlotStrips, Strips, Tile, power_of_two
 from lancebill.backends.gpu.workspace import SECOND
 from lancebill.errors import SpecError
 from lancebill.moe.problem import FAST, INDEXED, Problem
@@ -68,6 +68,7 @@ class GpuPlan(Plan):
     decode: bool = False  # each slot is a tile
     few_rows: bool = False  # of one matrix: all of them are one tile
     strips: Strips | None = None  # of few rows: blocks have narrow strips of the matrix, and share none
+    slot_strips: SlotStrips | None = None  # the same, of the layer's matrices, when decoding
     arch: int = 90  # compute capability of the GPU
     graphed: bool = False  # submit the launches as one CUDA graph
 
@@ -83,7 +84,7 @@ class GpuPlan(Plan):
     @property
     def counts(self) -> bool:
         """Whether blocks share tiles, and count the pieces of each."""
-        return self.decode or (self.few_rows and self.strips is None)
+        return (self.decode and self.slot_strips is None) or (self.few_rows and self.strips is None)
 
     @property
     def slots(self) -> int:
@@ -174,7 +175,7 @@ def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         tensors["counted"] = (chunks(plan, slots), experts), torch.int32
     if plan.needs_owners:
         tensors["owners"] = (slots,), torch.int32
-    if plan.decode:
+    if plan.decode and plan.slot_strips is None:
         for name, gemm in (("parts13", plan.w13), ("parts2", plan.w2)):
             if gemm is not None:
                 whole = name == "parts13" and plan.w2 is not None and gemm.pieces == 1

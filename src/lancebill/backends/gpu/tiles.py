@@ -48,6 +48,18 @@ class Strips:
 
 
 @dataclass(frozen=True)
+class SlotStrips:
+    """How blocks of both GEMMs of a layer go through strips of features: parts of K that their warps take in turns."""
+
+    first_parts: int
+    second_parts: int
+    ahead: int  # slices of a warp that are being read
+    window: int  # slices of x that are copied to shared memory together
+    slots: int  # hidden rows for which there is room in shared memory
+    slices: int  # of such a row
+
+
+@dataclass(frozen=True)
 class Rule:
     """The tuned choices for a number of rows per expert.
 

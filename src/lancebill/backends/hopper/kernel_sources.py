@@ -5,12 +5,13 @@ from __future__ import annotations
 from lancebill.backends.gpu.form_constants import ELEMENT, form_constants
 from lancebill.backends.gpu.kernels.weight_form import BOX, E4M3, WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
-from lancebill.backends.gpu.tiles import Strips, Tile
+from lancebill.backends.gpu.tiles import SlotStrips, Strips, Tile
 from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
 FEW_ROWS = "lancebill.backends.hopper.kernels.few_rows"
 STRIPS = "lancebill.backends.hopper.kernels.strips"
+SLOT_STRIPS = "lancebill.backends.hopper.kernels.slot_strips"
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 
 
@@ -115,4 +116,49 @@ def strip_gemm(form: WeightForm, strips: Strips, slices: int, out: str, *, bias:
     options = (("num_warps", strips.warps),)
     return KernelSource(
         STRIPS, "strip_gemm", tuple(arguments), tuple(constants.items()), (*pointers, "width", "columns"), options
+    )
+
+
+def slot_strips(
+    form: WeightForm, strips: SlotStrips, slices: int, out: str, *, gated: bool, activation: str, bias: bool,
+    weighted: bool, depend: bool,
+) -> KernelSource:  # fmt: skip
+    """The first GEMM of a layer for few slots, by strips of features."""
+    constants = {
+        **form_constants(form),
+        "PARTS": strips.first_parts, "AHEAD": strips.ahead, "WINDOW": strips.window,
+        "EXACT": slices % (strips.ahead * strips.first_parts) == 0, "GATED": gated, "ACTIVATION": activation,
+        "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
+    }  # fmt: skip
+    return _strips_of_slots(
+        "slot_strips", ("limit", "alpha", "beta"), out, constants, (("num_warps", 2 * strips.first_parts),)
+    )
+
+
+def token_strips(
+    form: WeightForm, strips: SlotStrips, slices: int, out: str, *, bias: bool, weighted: bool, depend: bool
+) -> KernelSource:
+    """The second GEMM of a layer for few slots and the sums over each token's experts, by strips of features."""
+    constants = {
+        **form_constants(form),
+        "PARTS": strips.second_parts, "AHEAD": strips.ahead, "SLOTS": strips.slots, "SLICES": strips.slices,
+        "EXACT": slices % strips.second_parts == 0, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
+    }  # fmt: skip
+    options = (("num_warps", strips.second_parts), ("maxnreg", 128))  # by itself ptxas spills a few bytes instead
+    return _strips_of_slots("token_strips", (), out, constants, options)
+
+
+def _strips_of_slots(
+    kernel: str, numbers: tuple[str, ...], out: str, constants: dict[str, object], options: tuple[tuple[str, int], ...]
+) -> KernelSource:
+    pointers = {"x": out, "codes": "i32", "scales": "i32", "out": out, "factors": "fp32", "bias": "fp32"}
+    arguments: list[tuple[str, str | Desc]] = [
+        *((name, f"*{element}") for name, element in pointers.items()),
+        *ID_ARGUMENTS.items(),
+        *WEIGHT_ARGUMENTS.items(),
+        *((name, "i32") for name in ("top_k", "units", "slices", "scale_blocks", "width", "columns")),
+        *((name, "fp32") for name in numbers),
+    ]
+    return KernelSource(
+        SLOT_STRIPS, kernel, tuple(arguments), tuple(constants.items()), (*pointers, "width", "columns"), options
     )

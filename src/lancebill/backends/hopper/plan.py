@@ -8,7 +8,7 @@ from lancebill.backends.gpu.kernels.weight_form import ROWS, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import SINGLE, GemmPlan, GpuPlan, form_notes, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import activated_experts
-from lancebill.backends.gpu.tiles import Rule, bucket, reachable
+from lancebill.backends.gpu.tiles import Rule, SlotStrips, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.moe.problem import Problem
@@ -35,7 +35,8 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     strips = tune.strips(gemms[0].form, tokens, gemms[0].units, gemms[0].slices) if few_rows else None
     if few_rows and strips is None:
         gemms = [_few_rows_gemm(plan, gemms[0])]
-    elif decode:
+    slot_strips = _slot_strips(plan, gemms) if decode else None
+    if decode and slot_strips is None:
         gemms = [_decode_gemm(plan, gemm) for gemm in gemms]
     plan = replace(
         plan,
@@ -50,6 +51,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
         decode=decode,
         few_rows=few_rows,
         strips=strips,
+        slot_strips=slot_strips,
         graphed=tune.graphed(tokens),
     )
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
@@ -90,6 +92,13 @@ def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
     chunks, blocks = tune.decode_chunks(gemm.form, slots * gemm.units, gemm.slices, known=slots == plan.slots)
     tiles = (tune.decode_tile(gemm.form, gemm.slices, blocks),)
     return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=tiles)
+
+
+def _slot_strips(plan: GpuPlan, gemms: list[GemmPlan]) -> SlotStrips | None:
+    """How blocks share the strips of both matrices; None if they had better share tiles."""
+    if plan.work == SINGLE or len(gemms) != 2 or any(gemm.byte_inputs for gemm in gemms):
+        return None
+    return tune.slot_strips(plan.tokens, plan.expected_slots, plan.problem.top_k, gemms[0], gemms[1])
 
 
 def _few_rows_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:

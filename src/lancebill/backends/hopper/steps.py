@@ -7,7 +7,7 @@ from dataclasses import replace
 from lancebill.backends.gpu import steps as shared
 from lancebill.backends.gpu.plan import GpuPlan, row_width
 from lancebill.backends.gpu.step import CALL, COUNTERS, Ref, Step, Value, scratch_ref
-from lancebill.backends.gpu.tiles import Strips
+from lancebill.backends.gpu.tiles import SlotStrips, Strips
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.jit.compile import KernelSource
@@ -18,6 +18,8 @@ def steps(plan: GpuPlan) -> tuple[Step, ...]:
     """All launches of one call, in order."""
     if plan.strips is not None:
         return (_strip_gemm(plan, plan.strips),)
+    if plan.slot_strips is not None:
+        return _slot_strips(plan, plan.slot_strips)
     return (_few_rows_gemm(plan),) if plan.few_rows else shared.layer_steps(plan, _grouped_gemms, _decode_gemm)
 
 
@@ -121,3 +123,36 @@ def _strip_gemm(plan: GpuPlan, strips: Strips) -> Step:
         "columns": shape.n,
     }
     return Step(source, values, lambda m: (-(-shape.n // strips.features), 1))
+
+
+def _slot_strips(plan: GpuPlan, strips: SlotStrips) -> tuple[Step, ...]:
+    """Both GEMMs of a layer for few slots, by strips of features."""
+    assert plan.rule is not None and plan.w13 is not None and plan.w2 is not None
+    problem, overlap, out = plan.problem, plan.rule.overlap, plan.problem.input.name
+    gated, (w13, w2) = problem.activation.gated, problem.matrices.values()
+    first = src.slot_strips(
+        plan.w13.form, strips, plan.w13.slices, out, gated=gated, bias=w13.bias, depend=overlap,
+        activation=shared.activation_name(plan, shared.decode_kind(plan, "w13")),
+        weighted=shared.applies_weights(plan, "w13"),
+    )  # fmt: skip
+    second = src.token_strips(
+        plan.w2.form, strips, plan.w2.slices, out, bias=w2.bias, weighted=shared.applies_weights(plan, "w2"),
+        depend=overlap,
+    )  # fmt: skip
+    blocks, rows = -(-problem.intermediate // (16 if gated else 32)), -(-w2.n // 16)
+    return (
+        Step(first, _strip_values(plan, first, "w13", Ref(CALL, "x"), scratch_ref("h")),
+             lambda m: (blocks, m * problem.top_k)),
+        Step(second, _strip_values(plan, second, "w2", scratch_ref("h"), Ref(CALL, "out")), lambda m: (rows, m)),
+    )  # fmt: skip
+
+
+def _strip_values(plan: GpuPlan, source: KernelSource, name: str, rows: Ref, out: Ref) -> dict[str, Value]:
+    """The arguments of a GEMM by strips of few slots."""
+    values: dict[str, Value] = {
+        **shared.decode_values(plan, name, out),
+        "x": rows,
+        "codes": Ref(name, "codes"),
+        "scales": Ref(name, "scales" if plan.gemm(name).form.scale_words else "codes"),
+    }
+    return {argument: values[argument] for argument, _ in source.arguments}

@@ -12,6 +12,8 @@ once for each. The matrix instruction is mma.sync: wgmma takes 64 features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -22,6 +24,23 @@ from lancebill.backends.gpu.kernels.gluon_names import view
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
 
 COLUMNS = gl.constexpr(64)  # of a slice
+
+
+@dataclass(frozen=True)
+class StripBlock:
+    """What a block has of a matrix, and how it goes through it."""
+
+    strips: int
+    apart: int  # 1: strips are neighbours; 4: they are in the halves of a unit
+    parts: int
+    ahead: int
+    window: int
+    exact: bool
+
+
+@gluon.constexpr_function
+def strip_block(STRIPS, APART, PARTS, AHEAD, WINDOW, EXACT):
+    return StripBlock(STRIPS, APART, PARTS, AHEAD, WINDOW, EXACT)
 
 
 @gluon.constexpr_function
@@ -78,6 +97,18 @@ def slices_per_scale(form):
     return form.block_columns // form.slice_columns
 
 
+@gluon.constexpr_function
+def words_apart(form, APART):
+    """Words from a block's strip to its next: neighbours, or four strips apart, in the halves of a unit."""
+    return form.slice_rows * 16 if APART == 4 else 128
+
+
+@gluon.jit
+def strip_words(strip, form: gl.constexpr):
+    """Words of a slice before this strip of a unit. For codes of eight bits the halves of the columns are apart."""
+    return strip * 128 + (strip // 4 * 512 if dequant.code_bits(form) == 8 else 0)
+
+
 @gluon.jit
 def slice_of(step, slices, PARTS: gl.constexpr, EXACT: gl.constexpr, LAYOUT: gl.constexpr):
     """Which slice each warp takes in a step. Past the end it is the last one: its columns of x are zeros there."""
@@ -86,44 +117,45 @@ def slice_of(step, slices, PARTS: gl.constexpr, EXACT: gl.constexpr, LAYOUT: gl.
 
 
 @gluon.jit
-def load_words(codes, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr):
+def load_words(codes, step, slices, block: gl.constexpr, form: gl.constexpr):
     """Each warp's words of one slice."""
+    PARTS: gl.constexpr = block.parts
+    STRIPS: gl.constexpr = block.strips
+    EXACT: gl.constexpr = block.exact
     SLICE: gl.constexpr = dequant.slice_rows(form) * 32
+    NEXT: gl.constexpr = words_apart(form, block.apart)
     if dequant.code_bits(form) == 8:
         HALVES: gl.constexpr = byte_word_layout(PARTS, STRIPS)
         SIDES: gl.constexpr = gl.SliceLayout(0, HALVES)
         half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, HALVES))).expand_dims(1).expand_dims(2)
         k = slice_of(step, slices, PARTS, EXACT, gl.SliceLayout(1, SIDES)).expand_dims(1).expand_dims(0)
         i = gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, SIDES)).expand_dims(0).expand_dims(0)
-        return gl.load(codes + (k * SLICE + half * (SLICE // 4) + i))
+        return gl.load(codes + (k * SLICE + half * (SLICE // 4) + i // 128 * NEXT + i % 128))
     else:
         LAYOUT: gl.constexpr = word_layout(PARTS, STRIPS)
         k = slice_of(step, slices, PARTS, EXACT, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
-        return gl.load(codes + (k * SLICE + gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)))
+        i = gl.arange(0, 128 * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+        return gl.load(codes + (k * SLICE + i // 128 * NEXT + i % 128))
 
 
 @gluon.jit
-def load_scales(
-    scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr
-):
+def load_scales(scales, step, slices, block: gl.constexpr, form: gl.constexpr):
     """The matching words of scales."""
-    WORDS: gl.constexpr = dequant.scale_words(form)
+    WORDS: gl.constexpr = 8 * dequant.scale_words(form)  # of a strip
     SHARED: gl.constexpr = slices_per_scale(form)
-    LAYOUT: gl.constexpr = scale_layout(PARTS, STRIPS, WORDS)
-    k = slice_of(step, slices, PARTS, EXACT, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
-    i = gl.arange(0, 8 * WORDS * STRIPS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    block = k // SHARED if SHARED > 0 else k * 0
-    return gl.load(scales + (block * (64 * WORDS) + i))
+    LAYOUT: gl.constexpr = scale_layout(block.parts, block.strips, dequant.scale_words(form))
+    k = slice_of(step, slices, block.parts, block.exact, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    i = gl.arange(0, WORDS * block.strips, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    of_slice = k // SHARED if SHARED > 0 else k * 0
+    return gl.load(scales + (of_slice * (8 * WORDS) + i // WORDS * (block.apart * WORDS) + i % WORDS))
 
 
 @gluon.jit
-def load_step(
-    codes, scales, step, slices, PARTS: gl.constexpr, STRIPS: gl.constexpr, EXACT: gl.constexpr, form: gl.constexpr
-):
+def load_step(codes, scales, step, slices, block: gl.constexpr, form: gl.constexpr):
     """What each warp needs of one slice of weights: its words, and those of scales if the form has any."""
-    words = (load_words(codes, step, slices, PARTS, STRIPS, EXACT, form),)
+    words = (load_words(codes, step, slices, block, form),)
     if dequant.scale_words(form) > 0:
-        words += (load_scales(scales, step, slices, PARTS, STRIPS, EXACT, form),)
+        words += (load_scales(scales, step, slices, block, form),)
     return words
 
 
@@ -162,16 +194,57 @@ def multiply_step(sums, words, x, form: gl.constexpr):
 
 
 @gluon.jit
-def add_parts(sums, LAYOUT: gl.constexpr):
-    """Sums [PARTS, features, T] of the warps, added in order: [features, T]."""
-    PARTS: gl.constexpr = sums.shape[0]
+def share_parts(sums):
+    """The sums [PARTS, features, T] of the warps, in shared memory."""
     held = gl.allocate_shared_memory(gl.float32, sums.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     held.store(sums)
-    parts = view(held, gl.float32, sums.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    total = parts.index(0).load(LAYOUT)
+    return view(held, gl.float32, sums.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def add_parts(parts, first: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums of some features, added over the warps in order: [features, T]."""
+    PARTS: gl.constexpr = parts.shape[0]
+    total = parts.index(0).slice(first, FEATURES, 0).load(LAYOUT)
     for i in gl.static_range(1, PARTS):
-        total += parts.index(i).load(LAYOUT)
+        total += parts.index(i).slice(first, FEATURES, 0).load(LAYOUT)
     return total
+
+
+@gluon.jit
+def strip_sums(x, codes, scales, rows, slices, width, T: gl.constexpr, block: gl.constexpr, form: gl.constexpr):
+    """The sums [PARTS, features, T] of each warp's slices. `codes` and `scales` begin at the first strip."""
+    WORDS: gl.constexpr = 1 if dequant.scale_words(form) == 0 else 2
+    PARTS: gl.constexpr = block.parts
+    AHEAD: gl.constexpr = block.ahead
+    STEPS: gl.constexpr = block.window // PARTS  # of a window
+    ahead = ()
+    for i in gl.static_range(AHEAD):
+        ahead += load_step(codes, scales, i, slices, block, form)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(T, 8), [2, 1, 0])
+    held = gl.allocate_shared_memory(x.dtype.element_ty, [2 * block.window, T, COLUMNS], SWIZZLED)
+    windows = view(held, held.dtype, [2, block.window, T, COLUMNS], SWIZZLED)
+    steps = view(held, held.dtype, [2 * STEPS, PARTS, T, COLUMNS], SWIZZLED)
+    copy_window(x, windows.index(0), 0, rows, width)
+    copy_window(x, windows.index(1), 1, rows, width)
+    sums = gl.zeros([PARTS, 16 * block.strips, max(T, 8)], gl.float32, sums_layout(PARTS, block.strips))
+    others = sums  # of every other step: a chain of products is half as long
+    rounds = (slices + AHEAD * PARTS - 1) // (AHEAD * PARTS)
+    async_copy.wait_group(1)
+    for round in range(rounds - 1):
+        if round > 0 and round * AHEAD % STEPS == 0:
+            turn_window(x, windows, round * AHEAD // STEPS, rows, width)
+        for i in gl.static_range(AHEAD):
+            step = round * AHEAD + i
+            sums, others = others, multiply_step(sums, ahead[:WORDS], steps.index(step % (2 * STEPS)), form)
+            ahead = ahead[WORDS:] + load_step(codes, scales, step + AHEAD, slices, block, form)
+    last = (rounds - 1) * AHEAD
+    if rounds > 1 and last % STEPS == 0:
+        turn_window(x, windows, last // STEPS, rows, width)
+    for i in gl.static_range(AHEAD):
+        words = ahead[i * WORDS : (i + 1) * WORDS]
+        sums, others = others, multiply_step(sums, words, steps.index((last + i) % (2 * STEPS)), form)
+    return sums + others
 
 
 @gluon.jit
@@ -187,50 +260,21 @@ def strip_gemm(
     AHEAD * PARTS.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    WORDS: gl.constexpr = 1 if dequant.scale_words(form) == 0 else 2
-    STEPS: gl.constexpr = WINDOW // PARTS  # of a window
+    block: gl.constexpr = strip_block(STRIPS, 1, PARTS, AHEAD, WINDOW, EXACT)
     first = gl.program_id(0) * (16 * STRIPS)
     unit = first // 128
     strip = first % 128 // 16
-    codes += unit * slices * (dequant.slice_rows(form) * 32) + strip * 128
-    if dequant.code_bits(form) == 8:
-        codes += strip // 4 * 512  # the two halves of the columns are apart
+    codes += unit * slices * (dequant.slice_rows(form) * 32) + strip_words(strip, form)
     scales += unit * scale_blocks * (64 * dequant.scale_words(form)) + strip * (8 * dequant.scale_words(form))
     if DEPEND:
         wait_for_predecessor()
-    ahead = ()
-    for i in gl.static_range(AHEAD):
-        ahead += load_step(codes, scales, i, slices, PARTS, STRIPS, EXACT, form)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(T, 8), [2, 1, 0])
-    held = gl.allocate_shared_memory(x.dtype.element_ty, [2 * WINDOW, T, COLUMNS], SWIZZLED)
-    windows = view(held, held.dtype, [2, WINDOW, T, COLUMNS], SWIZZLED)
-    steps = view(held, held.dtype, [2 * STEPS, PARTS, T, COLUMNS], SWIZZLED)
-    copy_window(x, windows.index(0), 0, rows, width)
-    copy_window(x, windows.index(1), 1, rows, width)
-    if DEPEND:
         let_successor_start()
     RESULT: gl.constexpr = result_layout(PARTS, STRIPS)
     n = first + gl.arange(0, 16 * STRIPS, gl.SliceLayout(1, RESULT))
     factor = gl.load(factors + n)  # now: at the end the block would wait for them
     shift = gl.load(bias + n) if BIAS else factor
-    sums = gl.zeros([PARTS, 16 * STRIPS, max(T, 8)], gl.float32, sums_layout(PARTS, STRIPS))
-    others = sums  # of every other step: a chain of products is half as long
-    rounds = (slices + AHEAD * PARTS - 1) // (AHEAD * PARTS)
-    async_copy.wait_group(1)
-    for round in range(rounds - 1):
-        if round > 0 and round * AHEAD % STEPS == 0:
-            turn_window(x, windows, round * AHEAD // STEPS, rows, width)
-        for i in gl.static_range(AHEAD):
-            step = round * AHEAD + i
-            sums, others = others, multiply_step(sums, ahead[:WORDS], steps.index(step % (2 * STEPS)), form)
-            ahead = ahead[WORDS:] + load_step(codes, scales, step + AHEAD, slices, PARTS, STRIPS, EXACT, form)
-    last = (rounds - 1) * AHEAD
-    if rounds > 1 and last % STEPS == 0:
-        turn_window(x, windows, last // STEPS, rows, width)
-    for i in gl.static_range(AHEAD):
-        words = ahead[i * WORDS : (i + 1) * WORDS]
-        sums, others = others, multiply_step(sums, words, steps.index((last + i) % (2 * STEPS)), form)
-    total = add_parts(sums + others, RESULT) * factor.expand_dims(1)
+    sums = strip_sums(x, codes, scales, rows, slices, width, T, block, form)
+    total = add_parts(share_parts(sums), 0, 16 * STRIPS, RESULT) * factor.expand_dims(1)
     if BIAS:
         total += shift.expand_dims(1)
     n = n.expand_dims(1)
