@@ -68,7 +68,7 @@ def test_hidden_rows_fit_and_all_blocks_run_at_once(spec: str, sizes: dict[str, 
     if strips is None:
         pytest.skip("too much to read")
     assert strips.slots >= problem.top_k and 64 * strips.slices >= problem.intermediate
-    assert strips.slices % strips.second_parts == 0 and strips.window % (strips.first_parts * strips.ahead) == 0
+    assert strips.slices % strips.second_parts == 0 and strips.window % (strips.first_parts * strips.first_ahead) == 0
     for step in steps(plan):
         found, (across, down) = get_binary(step.source), step.grid(1)
         blocks = -(-across * down // PROCESSORS)

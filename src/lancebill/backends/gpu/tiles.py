@@ -52,8 +52,9 @@ class SlotStrips:
     """How blocks of both GEMMs of a layer go through strips of features: parts of K that their warps take in turns."""
 
     first_parts: int
+    first_ahead: int  # slices of a warp that are being read
     second_parts: int
-    ahead: int  # slices of a warp that are being read
+    second_ahead: int
     window: int  # slices of x that are copied to shared memory together
     slots: int  # hidden rows for which there is room in shared memory
     slices: int  # of such a row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lancebill.backends.gpu.form_constants import ELEMENT, form_constants
 from lancebill.backends.gpu.kernels.weight_form import BOX, E4M3, WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
@@ -126,13 +128,11 @@ def slot_strips(
     """The first GEMM of a layer for few slots, by strips of features."""
     constants = {
         **form_constants(form),
-        "PARTS": strips.first_parts, "AHEAD": strips.ahead, "WINDOW": strips.window,
-        "EXACT": slices % (strips.ahead * strips.first_parts) == 0, "GATED": gated, "ACTIVATION": activation,
+        "PARTS": strips.first_parts, "AHEAD": strips.first_ahead, "WINDOW": strips.window,
+        "EXACT": slices % (strips.first_ahead * strips.first_parts) == 0, "GATED": gated, "ACTIVATION": activation,
         "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
     }  # fmt: skip
-    return _strips_of_slots(
-        "slot_strips", ("limit", "alpha", "beta"), out, constants, (("num_warps", 2 * strips.first_parts),)
-    )
+    return _strips_of_slots("slot_strips", ("limit", "alpha", "beta"), out, constants, 2 * strips.first_parts)
 
 
 def token_strips(
@@ -141,15 +141,14 @@ def token_strips(
     """The second GEMM of a layer for few slots and the sums over each token's experts, by strips of features."""
     constants = {
         **form_constants(form),
-        "PARTS": strips.second_parts, "AHEAD": strips.ahead, "SLOTS": strips.slots, "SLICES": strips.slices,
+        "PARTS": strips.second_parts, "AHEAD": strips.second_ahead, "SLOTS": strips.slots, "SLICES": strips.slices,
         "EXACT": slices % strips.second_parts == 0, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
     }  # fmt: skip
-    options = (("num_warps", strips.second_parts), ("maxnreg", 128))  # by itself ptxas spills a few bytes instead
-    return _strips_of_slots("token_strips", (), out, constants, options)
+    return _strips_of_slots("token_strips", (), out, constants, strips.second_parts)
 
 
 def _strips_of_slots(
-    kernel: str, numbers: tuple[str, ...], out: str, constants: dict[str, object], options: tuple[tuple[str, int], ...]
+    kernel: str, numbers: tuple[str, ...], out: str, constants: Mapping[str, object], warps: int
 ) -> KernelSource:
     pointers = {"x": out, "codes": "i32", "scales": "i32", "out": out, "factors": "fp32", "bias": "fp32"}
     arguments: list[tuple[str, str | Desc]] = [
@@ -159,6 +158,7 @@ def _strips_of_slots(
         *((name, "i32") for name in ("top_k", "units", "slices", "scale_blocks", "width", "columns")),
         *((name, "fp32") for name in numbers),
     ]
+    options = (("num_warps", warps),)
     return KernelSource(
         SLOT_STRIPS, kernel, tuple(arguments), tuple(constants.items()), (*pointers, "width", "columns"), options
     )

@@ -150,6 +150,56 @@ def add_products(total, words, x, inside, form: gl.constexpr):
 
 
 @gluon.jit
+def token_sums(
+    x, codes, scales, factors, local, weights, first_row, token, unit, strip, units, slices, scale_blocks, width,
+    block: gl.constexpr, form: gl.constexpr, SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
+):  # fmt: skip
+    """The weighted sums [PARTS, 16, 8] over a token's local experts, of which there is one or more.
+
+    `first_row` is the hidden row of the token's first choice. A window is a whole hidden row.
+    """
+    WORDS: gl.constexpr = 2 if dequant.scale_words(form) == 0 else 3
+    PARTS: gl.constexpr = block.parts
+    AHEAD: gl.constexpr = block.ahead
+    GROUPS: gl.constexpr = block.window // PARTS
+    count = local[0]
+    steps = (slices + PARTS - 1) // PARTS
+    read = (0, 0)  # the local choice and its step that are read next
+    ahead = ()
+    for _i in gl.static_range(AHEAD):
+        ahead += load_token_step(codes, scales, factors, local, weights, token, read, unit, strip, units, slices,
+                                 scale_blocks, block, form, WEIGHTED)  # fmt: skip
+        read = next_step(read, steps, count)
+    if DEPEND:
+        wait_for_predecessor()
+        let_successor_start()
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0])
+    held = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS * block.window, 1, COLUMNS], SWIZZLED)
+    rows = view(held, held.dtype, [SLOTS, block.window, 1, COLUMNS], SWIZZLED)
+    groups = view(held, held.dtype, [SLOTS * GROUPS, PARTS, 1, COLUMNS], SWIZZLED)
+    for number in range(count):
+        row = first_row + choice_at(local, number)[0]
+        copy_window(x + row.to(gl.int64) * width, rows.index(number), 0, 1, width)
+    async_copy.wait_group(0)
+    total = gl.zeros([PARTS, 16, 8], gl.float32, sums_layout(PARTS, 1))
+    used = (0, 0)  # what is multiplied next
+    rounds = (count * steps + AHEAD - 1) // AHEAD
+    for _round in range(rounds - 1):
+        for _j in gl.static_range(AHEAD):
+            total = add_products(total, ahead[:WORDS], groups.index(used[0] * GROUPS + used[1]), True, form)
+            used = next_step(used, steps, count)
+            ahead = ahead[WORDS:] + load_token_step(codes, scales, factors, local, weights, token, read, unit, strip,
+                                                    units, slices, scale_blocks, block, form, WEIGHTED)  # fmt: skip
+            read = next_step(read, steps, count)
+    for i in gl.static_range(AHEAD):
+        inside = (rounds - 1) * AHEAD + i < count * steps
+        words = ahead[i * WORDS : (i + 1) * WORDS]
+        total = add_products(total, words, groups.index(used[0] * GROUPS + used[1]), inside, form)
+        used = next_step(used, steps, count)
+    return total
+
+
+@gluon.jit
 def token_strips(
     x, codes, scales, out, factors, bias, ids, id_words, id_row, id_column, expert_map, mapped, experts, weights,
     weight_kind, weight_row, weight_column, top_k, units, slices, scale_blocks, width, columns,
@@ -163,7 +213,6 @@ def token_strips(
     ends: it is the first GEMM, and the ids are older.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    WORDS: gl.constexpr = 2 if dequant.scale_words(form) == 0 else 3
     block: gl.constexpr = strip_block(1, 1, PARTS, AHEAD, SLICES, EXACT)
     token = gl.program_id(1)
     unit = gl.program_id(0) // 8
@@ -172,50 +221,17 @@ def token_strips(
     weights = (weights, weight_kind, weight_row, weight_column)
     codes += strip_words(strip, form)
     scales += strip * (8 * dequant.scale_words(form))
-    steps = (slices + PARTS - 1) // PARTS
-    count = local[0]
     total = gl.zeros([PARTS, 16, 8], gl.float32, sums_layout(PARTS, 1))
-    if count > 0:
-        read = (0, 0)  # the local choice and its step that are read next
-        ahead = ()
-        for _i in gl.static_range(AHEAD):
-            ahead += load_token_step(codes, scales, factors, local, weights, token, read, unit, strip, units, slices,
-                                     scale_blocks, block, form, WEIGHTED)  # fmt: skip
-            read = next_step(read, steps, count)
-        if DEPEND:
-            wait_for_predecessor()
-            let_successor_start()
-        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0])
-        GROUPS: gl.constexpr = SLICES // PARTS
-        held = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS * SLICES, 1, COLUMNS], SWIZZLED)
-        rows = view(held, held.dtype, [SLOTS, SLICES, 1, COLUMNS], SWIZZLED)
-        groups = view(held, held.dtype, [SLOTS * GROUPS, PARTS, 1, COLUMNS], SWIZZLED)
-        for number in range(count):
-            slot = token * top_k + choice_at(local, number)[0]
-            copy_window(x + slot.to(gl.int64) * width, rows.index(number), 0, 1, width)
-        async_copy.wait_group(0)
-        used = (0, 0)  # what is multiplied next
-        rounds = (count * steps + AHEAD - 1) // AHEAD
-        for _round in range(rounds - 1):
-            for _j in gl.static_range(AHEAD):
-                total = add_products(total, ahead[:WORDS], groups.index(used[0] * GROUPS + used[1]), True, form)
-                used = next_step(used, steps, count)
-                ahead = ahead[WORDS:] + load_token_step(codes, scales, factors, local, weights, token, read, unit,
-                                                        strip, units, slices, scale_blocks, block, form,
-                                                        WEIGHTED)  # fmt: skip
-                read = next_step(read, steps, count)
-        for i in gl.static_range(AHEAD):
-            inside = (rounds - 1) * AHEAD + i < count * steps
-            words = ahead[i * WORDS : (i + 1) * WORDS]
-            total = add_products(total, words, groups.index(used[0] * GROUPS + used[1]), inside, form)
-            used = next_step(used, steps, count)
+    if local[0] > 0:
+        total = token_sums(x, codes, scales, factors, local, weights, token * top_k, token, unit, strip, units, slices,
+                           scale_blocks, width, block, form, SLOTS, WEIGHTED, DEPEND)  # fmt: skip
     elif DEPEND:
         wait_for_predecessor()  # the launch after this one waits for this one only
     RESULT: gl.constexpr = result_layout(PARTS, 1)
     result = add_parts(share_parts(total), 0, 16, RESULT)
     r = strip * 16 + gl.arange(0, 16, gl.SliceLayout(1, RESULT))
     if BIAS:
-        for number in range(count):
+        for number in range(local[0]):
             choice, e = choice_at(local, number)
             shift = gl.load(bias + (e * units + unit) * 128 + r)
             result += (shift * load_weights(weights, token, choice, True) if WEIGHTED else shift).expand_dims(1)

@@ -46,8 +46,8 @@ _STRIPS = (
     (Strips(2, 4, 4, 16, 16), 2, {4: 80, 8: 192}),
 )
 # Strips of a whole layer: what was measured to be faster than tiles.
-_STRIP_AHEAD = 4
-_MOST_STRIP_TOKENS = 4
+_FIRST_AHEAD, _SECOND_AHEAD = {4: 4, 8: 2}, 2  # by the bits of a code; with more, registers spill
+_MOST_STRIP_TOKENS = 2
 _MOST_STRIPS, _MOST_UNEVEN_STRIPS = 85e6, 40e6  # bytes of codes that a call reads
 _BALANCED = 0.9
 _MOST_WARPS = 3200  # of the first GEMM: 24 per SM
@@ -277,9 +277,9 @@ def slot_strips(tokens: int, slots: int, top_k: int, first: GemmPlan, second: Ge
     if tokens > _MOST_STRIP_TOKENS or read > most or rows * slices > _MOST_HIDDEN:
         return None
     warps = 2 * slots * first.units * 4  # with one part of K
-    fitting = [p for p in (8, 4, 2) if p * warps <= _MOST_WARPS and first.slices > 2 * p * _STRIP_AHEAD]
-    parts = 8 if second.slices > 4 else 4
-    return SlotStrips(max(fitting, default=1), parts, _STRIP_AHEAD, 64, rows, max(slices, parts))
+    fitting = [p for p in (8, 4, 2) if p * warps <= _MOST_WARPS and first.slices > 8 * p]
+    parts, ahead = 8 if second.slices > 4 else 4, _FIRST_AHEAD[first.form.bits]
+    return SlotStrips(max(fitting, default=1), ahead, parts, _SECOND_AHEAD, 64, rows, max(slices, parts))
 
 
 @cache
