@@ -37,6 +37,7 @@ class Strips:
     ahead: int  # slices of a warp that are being read
     rows: int  # of the tile: 1, 8 or 16
     window: int  # slices of x that are copied to shared memory together, while another window is used
+    registers: int = 0  # of a thread; 0: as many as ptxas takes, which reads less ahead to save some
 
     @property
     def features(self) -> int:

@@ -42,14 +42,12 @@ _STRIPS = (
     (Strips(4, 4, 2, 8, 16), 2, {4: 64, 8: None}),
     (Strips(4, 2, 4, 8, 16), None, {4: 64, 8: 0}),
     (Strips(2, 4, 4, 8, 32), None, {4: 0, 8: None}),
-    (Strips(1, 8, 2, 16, 16), 3, {4: 128, 8: 192}),
-    (Strips(2, 4, 4, 16, 16), 2, {4: 80, 8: 192}),
+    (Strips(2, 4, 4, 16, 16, 128), 2, {4: 80, 8: 192}),
 )
 # Strips of a whole layer: what was measured to be faster than tiles.
 _FIRST_AHEAD, _SECOND_AHEAD = {4: 4, 8: 2}, 2  # by the bits of a code; with more, registers spill
 _MOST_STRIP_TOKENS = 2
-_MOST_STRIPS, _MOST_UNEVEN_STRIPS = 85e6, 40e6  # bytes of codes that a call reads
-_BALANCED = 0.9
+_MOST_STRIPS = 48e6  # bytes of codes that a call reads
 _MOST_WARPS = 3200  # of the first GEMM: 24 per SM
 _MOST_HIDDEN = 512  # slices of hidden rows in shared memory
 _WASTED = 1.15  # how many slices a block may take for each that a row has
@@ -265,16 +263,13 @@ def strips(form: WeightForm, rows: int, units: int, slices: int) -> Strips | Non
 def slot_strips(tokens: int, slots: int, top_k: int, first: GemmPlan, second: GemmPlan) -> SlotStrips | None:
     """How blocks share the strips of a layer's matrices for so few tokens; None if they had better share tiles.
 
-    Strips have no pieces to exchange, and a warp of theirs takes longer to unpack: they are faster as long as a call is
-    short. If SMs have different numbers of blocks in the second GEMM, that is earlier.
+    Strips have no pieces to exchange, but their warps take longer to unpack: they are faster while a call is short.
     """
     if not all(gemm.form.simple or gemm.form.bits == 8 for gemm in (first, second)):
         return None
     read = sum(slots * gemm.units * gemm.slices * gemm.form.slice_rows * 128 for gemm in (first, second))
-    rounds = tokens * second.units * 8 / _PROCESSORS
-    most = _MOST_STRIPS if rounds / math.ceil(rounds) >= _BALANCED else _MOST_UNEVEN_STRIPS
     rows, slices = power_of_two(top_k), power_of_two(second.slices)
-    if tokens > _MOST_STRIP_TOKENS or read > most or rows * slices > _MOST_HIDDEN:
+    if tokens > _MOST_STRIP_TOKENS or read > _MOST_STRIPS or rows * slices > _MOST_HIDDEN:
         return None
     warps = 2 * slots * first.units * 4  # with one part of K
     fitting = [p for p in (8, 4, 2) if p * warps <= _MOST_WARPS and first.slices > 8 * p]
