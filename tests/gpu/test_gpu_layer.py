@@ -103,6 +103,22 @@ def test_every_form(spec: str, activations: str, tokens: int) -> None:
     compare(spec, activations, tokens, **large_enough(spec))
 
 
+STRIPS = {"hidden": 2944, "intermediate": 384, "top_k": 4}  # so many features that one token is computed by strips
+
+
+@pytest.mark.plans(lambda spec, activations, options: [(make_problem(spec, activations, **{**STRIPS, **options}), 1)])
+@pytest.mark.parametrize(("spec", "activations"), SPECS[:28])
+@pytest.mark.parametrize("options", [{"bias": True, "top_k": 3}, {"top_k": 1, "weight_on_input": True}])
+def test_one_token(spec: str, activations: str, options: dict[str, Any]) -> None:
+    compare(spec, activations, 1, **{**STRIPS, **options})
+
+
+@pytest.mark.plans(lambda function: [(make_problem("mxfp4", "bf16", **STRIPS, activation=function), 1)])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+def test_one_token_with_every_activation(function: Activation) -> None:
+    compare("mxfp4", "bf16", 1, **STRIPS, activation=function)
+
+
 @pytest.mark.plans(lambda spec, activations, tokens: [(make_problem(spec, activations), tokens)])
 @pytest.mark.parametrize(("spec", "activations"), [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "int8")])
 @pytest.mark.parametrize("tokens", TILES)

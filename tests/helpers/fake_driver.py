@@ -164,24 +164,18 @@ def bind_program(problem: Problem, tokens: int, layer: SampleLayer) -> bound.Pro
     return bound.Program(Bindings.bind(plan, steps(plan), layer.weights, device, 0, workspace))
 
 
-def small_problem(activations: str = "bf16", dispatch: str = INDEXED, weights: str = "mxfp4") -> Problem:
-    layer = layer_problem(weights, activations, hidden=256, intermediate=128, experts=4, top_k=2)
+def small_problem(activations: str = "bf16", dispatch: str = INDEXED) -> Problem:
+    layer = layer_problem("mxfp4", activations, hidden=256, intermediate=128, experts=4, top_k=2)
     return replace(layer, dispatch=dispatch)
 
 
-def counting_problem() -> Problem:
-    """Blocks share tiles when this layer decodes: codes of a table are not multiplied by strips."""
-    return small_problem(weights="nf4")
-
-
 def layer_and_call(
-    tokens: int, made: SampleLayer | None = None, problem: Problem | None = None
+    tokens: int, made: SampleLayer | None = None
 ) -> tuple[RoutedExperts, torch.Tensor, dict[str, torch.Tensor]]:
     """A layer, an input, and the other arguments of a call."""
-    problem = problem or small_problem()
-    made = made or make_layer(problem, "hopper", "cpu", distinct=1)
+    made = made or make_layer(small_problem(), "hopper", "cpu", distinct=1)
     device = Device("cuda", 90)
-    verdict = Verdict(made.backend, (), made.backend.plan(problem, tokens, device))
-    layer = RoutedExperts(LayerParts(Choice(problem, device, "hopper", (verdict,), verdict), made.weights))
-    x, routed = torch.zeros(tokens, 256, dtype=torch.bfloat16), routing(problem, tokens, 0, "cpu")
+    verdict = Verdict(made.backend, (), made.backend.plan(small_problem(), tokens, device))
+    layer = RoutedExperts(LayerParts(Choice(small_problem(), device, "hopper", (verdict,), verdict), made.weights))
+    x, routed = torch.zeros(tokens, 256, dtype=torch.bfloat16), routing(small_problem(), tokens, 0, "cpu")
     return layer, x, {"topk_ids": routed.ids, "topk_weights": routed.weights, "out": torch.empty_like(x)}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from fake_driver import (
     FakeDriver,
-    counting_problem,
     fake_gpu,  # noqa: F401
     layer_and_call,
     read_argument,
@@ -95,8 +94,8 @@ def test_counters_belong_to_a_capture_and_a_stream(
     gpu: FakeDriver, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs may be replayed at the same time, and so may branches of one graph. Layers of one branch share."""
-    first, x, call = layer_and_call(1, problem=counting_problem())
-    second, _, _ = layer_and_call(1, problem=counting_problem())
+    first, x, call = layer_and_call(1)
+    second, _, _ = layer_and_call(1)
     stream = [0]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
     for capture, on, layer in ((0, 0, first), (1, 0, first), (1, 0, second), (1, 7, first), (2, 0, first)):
@@ -107,8 +106,8 @@ def test_counters_belong_to_a_capture_and_a_stream(
 
 
 def test_counters_live_as_long_as_a_captured_layer(gpu: FakeDriver) -> None:
-    first, x, call = layer_and_call(1, problem=counting_problem())
-    second, _, _ = layer_and_call(1, problem=counting_problem())
+    first, x, call = layer_and_call(1)
+    second, _, _ = layer_and_call(1)
     gpu.capture = 3
     for layer in (first, second):
         layer(x, **call)

@@ -39,8 +39,7 @@ SHARED = 227 * 1024  # most bytes per block
 @pytest.mark.parametrize(
     ("spec", "activations", "tokens", "kernels"),
     [
-        ("mxfp4", "bf16", 1, ("slot_strips", "token_strips")),
-        ("mxfp4", "bf16", 4, ("decode_gemm",)),
+        ("mxfp4", "bf16", 1, ("decode_gemm",)),
         ("mxfp4", "fp8", 4096, ("grouped_gemm", "prepare_rows")),
         ("int4-g128-zp", "fp16", 64, ("grouped_gemm", "dispatch_small", "combine_rows")),
         ("fp8-block", "bf16", 64, ("grouped_gemm",)),

@@ -14,7 +14,6 @@ from fake_driver import (
     FakeDriver,
     bind_program,
     call_values,
-    counting_problem,
     fake_gpu,  # noqa: F401
     read_argument,
     small_problem,
@@ -112,8 +111,8 @@ def test_by_value_passes_all_64_bits_every_time() -> None:
 
 def test_tensor_maps_are_cached_by_address(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoding a map costs as much as a launch, and allocators return the same addresses over and over."""
-    layer = make_layer(counting_problem(), "hopper", "cpu", distinct=1)
-    program = bind_program(counting_problem(), 1, layer)
+    layer = make_layer(small_problem(), "hopper", "cpu", distinct=1)
+    program = bind_program(small_problem(), 1, layer)
     made: list[int] = []
     monkeypatch.setattr(load, "_encode", lambda matrix, facts: made.append(matrix.pointer) or bytes([9]) * 128)
     for x in (16, 160, 16, 160, 16):

@@ -95,10 +95,12 @@ def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
 
 
 def _slot_strips(plan: GpuPlan, gemms: list[GemmPlan]) -> SlotStrips | None:
-    """How blocks share the strips of both matrices; None if they had better share tiles."""
-    if plan.work == SINGLE or len(gemms) != 2 or any(gemm.byte_inputs for gemm in gemms):
+    """How blocks share the strips of both matrices; None if they had better share tiles. With the experts of other
+    ranks among a token's, most blocks would have nothing to do."""
+    one = plan.work != SINGLE and plan.tokens == 1 and plan.slots == plan.expected_slots
+    if not one or len(gemms) != 2 or any(gemm.byte_inputs for gemm in gemms):
         return None
-    return tune.slot_strips(plan.tokens, plan.expected_slots, plan.problem.top_k, gemms[0], gemms[1])
+    return tune.slot_strips(plan.problem.top_k, gemms[0], gemms[1])
 
 
 def _few_rows_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:

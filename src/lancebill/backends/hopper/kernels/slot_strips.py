@@ -1,4 +1,4 @@
-"""The layer for a handful of tokens by strips of features: no pieces of tiles, and no counters (Gluon).
+"""The layer for one token or a few by strips of features: no pieces of tiles, and no counters (Gluon).
 
 In the first GEMM a block has two strips of one slot's expert: of gated experts, a gate's and its up projection's, so
 that it applies the activation. In the second, a block has one strip of a token's result and sums over all experts of

@@ -46,8 +46,8 @@ _STRIPS = (
 )
 # Strips of a whole layer: what was measured to be faster than tiles.
 _FIRST_AHEAD, _SECOND_AHEAD = {4: 4, 8: 2}, 2  # by the bits of a code; with more, registers spill
-_MOST_STRIP_TOKENS = 2
 _MOST_STRIPS = 48e6  # bytes of codes that a call reads
+_FEWEST_STRIPS = 1.3  # blocks per SM of the second GEMM
 _MOST_WARPS = 3200  # of the first GEMM: 24 per SM
 _MOST_HIDDEN = 512  # slices of hidden rows in shared memory
 _WASTED = 1.15  # how many slices a block may take for each that a row has
@@ -260,18 +260,19 @@ def strips(form: WeightForm, rows: int, units: int, slices: int) -> Strips | Non
     return None
 
 
-def slot_strips(tokens: int, slots: int, top_k: int, first: GemmPlan, second: GemmPlan) -> SlotStrips | None:
-    """How blocks share the strips of a layer's matrices for so few tokens; None if they had better share tiles.
+def slot_strips(top_k: int, first: GemmPlan, second: GemmPlan) -> SlotStrips | None:
+    """How blocks share the strips of a layer's matrices for one token; None if they had better share tiles.
 
-    Strips have no pieces to exchange, but their warps take longer to unpack: they are faster while a call is short.
+    Strips have no pieces to exchange, but their warps take longer to unpack: they are faster while a call is short, if
+    there are enough of them.
     """
     if not all(gemm.form.simple or gemm.form.bits == 8 for gemm in (first, second)):
         return None
-    read = sum(slots * gemm.units * gemm.slices * gemm.form.slice_rows * 128 for gemm in (first, second))
+    read = sum(top_k * gemm.units * gemm.slices * gemm.form.slice_rows * 128 for gemm in (first, second))
     rows, slices = power_of_two(top_k), power_of_two(second.slices)
-    if tokens > _MOST_STRIP_TOKENS or read > _MOST_STRIPS or rows * slices > _MOST_HIDDEN:
+    if read > _MOST_STRIPS or second.units * 8 < _FEWEST_STRIPS * _PROCESSORS or rows * slices > _MOST_HIDDEN:
         return None
-    warps = 2 * slots * first.units * 4  # with one part of K
+    warps = 2 * top_k * first.units * 4  # with one part of K
     fitting = [p for p in (8, 4, 2) if p * warps <= _MOST_WARPS and first.slices > 8 * p]
     parts, ahead = 8 if second.slices > 4 else 4, _FIRST_AHEAD[first.form.bits]
     return SlotStrips(max(fitting, default=1), ahead, parts, _SECOND_AHEAD, 64, rows, max(slices, parts))
