@@ -8,11 +8,13 @@ Hopper layouts.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST = (3, 6)
 
 
+@cache
 def triton_version() -> str | None:
     """The installed version, without importing Triton."""
     try:
