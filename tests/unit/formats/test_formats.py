@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,24 +80,23 @@ FORMAT = Rows()
 """
 
 
-def _drop(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> Format:
-    (folder / f"dropped_{len(fault)}.py").write_text(NEW_FORMAT.format(fault=fault))
-    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(folder)])
+@pytest.fixture
+def drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Format]]:
+    def dropped(fault: str) -> Format:
+        (tmp_path / f"dropped_{len(fault)}.py").write_text(NEW_FORMAT.format(fault=fault))
+        monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+        formats.registry.cache_clear()
+        return formats.registry()["row-float"]
+
+    yield dropped
     formats.registry.cache_clear()
-    return formats.registry()["row-float"]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_registry() -> object:
-    yield
-    formats.registry.cache_clear()
+def test_a_new_module_is_registered(drop: Callable[[str], Format]) -> None:
+    conformance.check_format(drop(""))
 
 
-def test_a_new_module_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    conformance.check_format(_drop(tmp_path, monkeypatch, fault=""))
-
-
-def test_a_faulty_new_format_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt = _drop(tmp_path, monkeypatch, fault=" * 2")
+def test_a_faulty_new_format_is_caught(drop: Callable[[str], Format]) -> None:
+    fmt = drop(" * 2")
     with pytest.raises(conformance.Nonconforming, match="is not w"):
         conformance.check_format(fmt)
