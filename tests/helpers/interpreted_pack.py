@@ -14,6 +14,7 @@ import torch
 from codes_apart import codes_apart
 from interpreted import scalars
 from torch import Tensor
+from triton.runtime.jit import ConstexprFunction
 
 from lancebill.backends.cpu import layout as cpu_layouts
 from lancebill.backends.cpu.layout import CpuLayout
@@ -58,6 +59,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_on_gpu, "launch", run)
     for module in (pack_codes, pack_scales):
         monkeypatch.setattr(module, "range", scalars, raising=False)
+    for name, function in vars(pack_codes).copy().items():  # would copy the whole table of moves in every call
+        if isinstance(function, ConstexprFunction):
+            monkeypatch.setattr(pack_codes, name, function.fn)
     monkeypatch.setattr(pack_on_gpu, "_CHUNK", 2)  # rows of several chunks
 
 
