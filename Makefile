@@ -50,11 +50,12 @@ TOOL_ggml := gguf==0.19.0 xllamacpp==2026.10.11549
 # Tools that cannot be installed here, and why.
 NO_llamacpp := $(if $(filter aarch64 arm64,$(shell uname -m)),cyllama has no wheel for this kind of CPU)
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
+.PHONY: help demo native test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
 
 help:
 	@echo "make help         show this list"
 	@echo "make demo         turn a language model into a quantised mixture of experts, ask it, measure it"
+	@echo "make native       compile the C++ libraries, which installing also does"
 	@echo "make test         run linters and all tests; creates the virtual environment if it is missing"
 	@echo "make test-O       run tests of errors under python -O: no behaviour may depend on an assert"
 	@echo "make test-families  compare every spelling of every family with transformers"
@@ -195,6 +196,10 @@ lock:
 	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 --upgrade --generate-hashes \
 		--no-annotate --no-header $(addprefix --no-emit-package ,$(LOCK_WITHOUT)) --quiet --output-file $(LOCK)
 
+# The C++ libraries on their own. The installation of lancebill builds them too, if they are not there.
+native:
+	-@PYTHONPATH=src $(PYTHON) -m lancebill.native
+
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit("lancebill needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
 	@echo "== create a virtual environment in $(VENV) and install torch"
@@ -207,10 +212,13 @@ $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 	@$(PIP) install --quiet --editable '.[transformers,serve]'
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
-	@echo "== install lancebill and its test dependencies"
+$(VENV)/.packages: $(VENV)/.torch $(LOCK)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 	@if test -n "$(LOCKED)"; then $(PIP) install --quiet --no-deps --require-hashes -r $(LOCK); fi
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.packages $(BUILT_FROM)
+	@echo "== install lancebill and its test dependencies"
 	@$(PIP) install --quiet $(if $(LOCKED),--no-deps) --editable '.[dev]'
 	@touch $@
 
