@@ -108,7 +108,8 @@ def test_threads_do_not_change_bits(level: IsaLevel) -> None:
 def test_batch_invariant_rows(spec: str, activations: str, level: IsaLevel) -> None:
     """In batch-invariant order a row has the same bits alone, in any batch and at any position.
 
-    With 80 tokens an expert has about 40 rows, which other kernels multiply than a few.
+    With 80 tokens an expert has about 40 rows, which other kernels multiply than a few. The portable level has kernels
+    of one and of two rows, and no others.
     """
     layer_work, backend = work(spec, activations, tokens=80), Cpu(level)
     problem = replace(layer_work.problem, order=BATCH_INVARIANT)
@@ -126,7 +127,8 @@ def test_batch_invariant_rows(spec: str, activations: str, level: IsaLevel) -> N
     everything = torch.arange(80)
     whole = computed(everything)
     assert bool(torch.isfinite(whole).all())
-    some = [everything[:n] for n in (2, 3, 4, 5, 7, 8, 9, 12, 15, 19, 23, 31, 45, 63)]
+    sizes = (2, 3, 4, 5, 7, 8, 9, 12, 15, 19, 23, 31, 45, 63)
+    some = [everything[:n] for n in (sizes[:5] if level == IsaLevel.PORTABLE else sizes)]
     for rows in (*everything[::13].split(1), *some, everything.flip(0)):
         assert torch.equal(computed(rows), whole[rows])
 

@@ -35,11 +35,16 @@ def _tree(name: str) -> ast.Module:
     return ast.parse(_text(name))
 
 
+@cache
+def _all_nodes(name: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(name)))
+
+
 def _nodes(kind: type[Node], skip: Container[str] = ()) -> Iterator[tuple[str, Node]]:
     """Every node of a kind, with its file and line; `skip` names files to leave out."""
     for name in FILES:
         if name not in skip:
-            for node in ast.walk(_tree(name)):
+            for node in _all_nodes(name):
                 if isinstance(node, kind):
                     yield f"{name}:{getattr(node, 'lineno', 0)}", node
 
