@@ -36,10 +36,10 @@ from lancebill.backends.registry import registry
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from lancebill.moe.layout import Packed, as_integer
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec_names import parse_activation
-from lancebill.numbers.weight import stack_experts
+from lancebill.numbers.weight import expert_of, stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight, routing, worst_row
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "i8": torch.int8}
@@ -140,7 +140,7 @@ class Machine:
         vars(rows)[step.source.kernel][step.grid(tokens)](**arguments, **dict(step.source.constants))
 
     def _gemm(self, step: Step, name: str, expert: int, x: Tensor, scales: Tensor) -> Tensor:
-        matrix, bias = unpacked(self.plan.problem, name, expert)
+        matrix, bias = unpacked(replace(self.plan.problem, dispatch=INDEXED), name)[expert]  # for all dispatches once
         quantised = self.plan.gemm(name).byte_inputs
         if quantised:  # undo the column order of 8-bit rows; padding columns must be zero
             column = torch.arange(x.shape[1]).view(-1, 4, 8, 4).transpose(1, 2).reshape(-1)
@@ -222,13 +222,14 @@ def packed(problem: Problem, backend: str) -> dict[str, Packed]:
 
 
 @cache
-def unpacked(problem: Problem, name: str, expert: int) -> tuple[Tensor, Tensor | float]:
-    """Our backend's matrix and bias in fp32."""
+def unpacked(problem: Problem, name: str) -> list[tuple[Tensor, Tensor | float]]:
+    """Our backend's matrix and bias of each expert, in fp32."""
     layout, shape = FragmentLayout(problem), problem.matrices[name]
-    held = {role: t[expert] for role, t in packed(problem, "hopper")[name].items() if role in layout.storage(shape)}
+    held = {role: t for role, t in packed(problem, "hopper")[name].items() if role in layout.storage(shape)}
     # The kernels permute and rotate the input instead.
-    weight = replace(layout.unpack(shape, held), perm=None, spec=shape.spec.unrotated)
-    return dequantize(weight), 0.0 if weight.bias is None else weight.bias
+    together = replace(layout.unpack(shape, held), perm=None, spec=shape.spec.unrotated)
+    weights = [expert_of(together, expert) for expert in range(problem.experts)]
+    return [(dequantize(weight), 0.0 if weight.bias is None else weight.bias) for weight in weights]
 
 
 def reference_result(problem: Problem, x: Tensor, dispatch: object, out: Tensor) -> Tensor:
