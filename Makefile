@@ -16,6 +16,7 @@ BUILT_FROM := pyproject.toml setup.py src/lancebill/native/build.py $(wildcard $
 # LOCKED=1 installs exactly the packages of the lock file, checked against their hashes; without it, the newest ones.
 # torch and Triton are not in it: TORCH and TRITON select their builds.
 LOCKED ?=
+PACKAGES := $(VENV)/.packages$(if $(LOCKED),-locked)
 LOCK := requirements/dev.txt
 LOCK_WITHOUT := torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cccl \
 	nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile \
@@ -212,12 +213,12 @@ $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 	@$(PIP) install --quiet --editable '.[transformers,serve]'
 	@touch $@
 
-$(VENV)/.packages: $(VENV)/.torch $(LOCK)
+$(PACKAGES): $(VENV)/.torch $(LOCK)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 	@if test -n "$(LOCKED)"; then $(PIP) install --quiet --no-deps --require-hashes -r $(LOCK); fi
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.packages $(BUILT_FROM)
+$(VENV)/.installed-dev: $(PACKAGES) $(BUILT_FROM)
 	@echo "== install lancebill and its test dependencies"
 	@$(PIP) install --quiet $(if $(LOCKED),--no-deps) --editable '.[dev]'
 	@touch $@

@@ -103,20 +103,48 @@ def test_every_form(spec: str, activations: str, tokens: int) -> None:
     compare(spec, activations, tokens, **large_enough(spec))
 
 
-STRIPS = {"hidden": 2944, "intermediate": 384, "top_k": 4}  # so many features that one token is computed by strips
+# So many features that one token is computed by strips.
+STRIPS = {"hidden": 2944, "intermediate": 384, "top_k": 4}
+STRIP_SIZES = [
+    {"top_k": 3, "bias": True},
+    {"top_k": 1, "weight_on_input": True},
+    {"hidden": 7168, "intermediate": 256, "top_k": 8},  # more columns than a window has; few of the second GEMM
+    {"hidden": 2816, "intermediate": 1664},  # blocks with less of K
+]
+STRIP_SPECS = [(spec, inputs) for spec, inputs in SPECS if inputs in ("bf16", "fp16") and not spec.endswith("h128")]
 
 
-@pytest.mark.plans(lambda spec, activations, options: [(make_problem(spec, activations, **{**STRIPS, **options}), 1)])
-@pytest.mark.parametrize(("spec", "activations"), SPECS[:28])
-@pytest.mark.parametrize("options", [{"bias": True, "top_k": 3}, {"top_k": 1, "weight_on_input": True}])
+def one_token(spec: str, activations: str, **options: Any) -> Problem:
+    return make_problem(spec, activations, **{**STRIPS, **options})
+
+
+@pytest.mark.plans(lambda spec, activations, options: [(one_token(spec, activations, **options), 1)])
+@pytest.mark.parametrize(("spec", "activations"), STRIP_SPECS)
+@pytest.mark.parametrize("options", STRIP_SIZES)
 def test_one_token(spec: str, activations: str, options: dict[str, Any]) -> None:
+    problem = one_token(spec, activations, **options)
+    assert OURS != "hopper" or plan_of(problem, 1).slot_strips is not None
     compare(spec, activations, 1, **{**STRIPS, **options})
 
 
-@pytest.mark.plans(lambda function: [(make_problem("mxfp4", "bf16", **STRIPS, activation=function), 1)])
+@pytest.mark.plans(lambda function: [(one_token("mxfp4", "bf16", activation=function), 1)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 def test_one_token_with_every_activation(function: Activation) -> None:
     compare("mxfp4", "bf16", 1, **STRIPS, activation=function)
+
+
+@pytest.mark.plans(lambda ids, dtype: [(one_token("int4-g32", "bf16", bias=True), 1)])
+@pytest.mark.parametrize("ids", [[-1, 3, -1, 5], [7, -1, -1, -1], [2, 8, 99, 0], [-1, -1, -1, -1]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_one_token_with_choices_that_are_no_experts(ids: list[int], dtype: torch.dtype) -> None:
+    problem = one_token("int4-g32", "bf16", bias=True)
+    ours, reference = make_layer(problem, OURS), make_layer(problem, "reference")
+    x = torch.randn(1, problem.hidden, device="cuda").bfloat16()
+    chosen, weights = torch.tensor([ids], device="cuda", dtype=dtype), torch.rand(1, 4, device="cuda")
+    got = ours(x, Indexed(chosen, weights), torch.full_like(x, float("nan"))).float()
+    inside = torch.where((chosen >= 0) & (chosen < problem.experts), chosen, -1)
+    want = reference(x, Indexed(inside, weights), torch.empty_like(x, dtype=torch.float32))
+    assert torch.allclose(got, want, rtol=0, atol=1e-2 * float(want.abs().max()))
 
 
 @pytest.mark.plans(lambda spec, activations, tokens: [(make_problem(spec, activations), tokens)])

@@ -136,14 +136,14 @@ FEW_ROWS = [
     *((spec, SIZES) for spec in ("int8-g128", "fp8", "fp8-block", "mxfp8", "int2-g64", "int3-g32-zp", "nf4")),
     ("int3-g128:fp32", {**SIZES, "bias": True}),
     ("iq4-g32:fp16", {**SIZES, "bias": True}),
-    ("mxfp4", {"hidden": 4096, "intermediate": 12800}),  # chunks that end inside a unit
-    ("mxfp4", {"hidden": 12800, "intermediate": 14336}),  # one unit for each block
-    ("mxfp4", {"hidden": 256, "intermediate": 34816, "bias": True}),  # chunks of one unit
+    ("mxfp4", {"hidden": 4096, "intermediate": 12800}),  # with 16 rows chunks that end inside a unit
+    ("mxfp4", {"hidden": 12800, "intermediate": 14336}),  # with 7 and 16 rows one unit for each block
+    ("mxfp4", {"hidden": 256, "intermediate": 34816, "bias": True}),  # with 16 rows chunks of one unit
     ("int8", {"hidden": 480, "intermediate": 6160, "bias": True}),  # strips, the last block's partly padding
     ("int4-g128", {"hidden": 4096, "intermediate": 11008}),  # blocks with two strips
     ("fp8", {"hidden": 4096, "intermediate": 16400}),  # blocks with four strips, and a padded one
-    ("mxfp4", {"hidden": 4096, "intermediate": 31000, "bias": True}),  # more blocks of strips than run at once
-    ("int8", {"hidden": 11000, "intermediate": 2064}),  # many windows of x; strips of a row that end inside a step
+    ("mxfp4", {"hidden": 4096, "intermediate": 31008, "bias": True}),  # more blocks of strips than run at once
+    ("int8", {"hidden": 11040, "intermediate": 2064}),  # many windows of x; strips of a row that end inside a step
 ]
 
 

@@ -1,4 +1,4 @@
-"""Plans of layers for a few tokens by strips of features on Hopper: when they are used, and what they cover."""
+"""Plans of layers for one token by strips of features on Hopper: when they are used, and what they cover."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from lancebill.backends.gpu.plan import scratch
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
-from lancebill.jit.build import get_binary
+from lancebill.jit.build import build_all, get_binary
+from lancebill.jit.compile import KernelSource
 from lancebill.moe.activation import Activation
-from lancebill.moe.problem import BATCH_INVARIANT, FAST, Problem
+from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, FAST, Problem
 from lancebill.testing.layers import layer_problem
 
 PROCESSORS = 132
@@ -47,12 +48,13 @@ def test_blocks_cover_all_features_of_all_slots(spec: str, sizes: dict[str, obje
     [
         (layer(), 2), (layer("nf4"), 1), (layer("int2-g64"), 1), (layer(activations="fp8"), 1),
         (layer(order=BATCH_INVARIANT), 1), (layer(intermediate=2880), 1), (layer(hidden=2048), 1),
-        (layer(global_experts=512), 1),
+        (layer(global_experts=129), 1), (layer(hidden=2944, intermediate=64, top_k=64), 1),
     ],
 )  # fmt: skip
 def test_others_have_tiles(problem: Problem, tokens: int) -> None:
     """More tokens; words in another order, or slow to unpack; rows that are quantised; an order that must not depend
-    on the number of rows; much to read, or so few features that some SMs would read little; experts of other ranks."""
+    on the number of rows; much to read, or so few features that some SMs would read little; experts of other ranks;
+    more choices than a warp has lanes."""
     assert make_plan(problem, tokens).slot_strips is None
 
 
@@ -69,3 +71,28 @@ def test_hidden_rows_fit_and_all_blocks_run_at_once(sizes: dict[str, object]) ->
         found, (across, down) = get_binary(step.source), step.grid(1)
         blocks = -(-across * down // PROCESSORS)
         assert blocks * found.registers * found.threads <= 65536 and blocks * (found.shared + 1024) <= 228 * 1024
+
+
+HEAVY = ("int4-g64:fp16", "int4-g128-zp", "int8-g32:fp32")  # the most registers
+FORMS = (
+    *HEAVY, "mxfp4", "nvfp4", "int4", "int4-g32", "int4-g32-zp", "int4-g128", "int4-g128:fp32", "int8", "int8-g128",
+    "int8-g32:fp16", "int8-g64:fp32", "int8-g128:fp32", "fp8", "fp8-block", "fp8-g32:fp32", "mxfp8",
+)  # fmt: skip
+
+
+def test_strips_of_every_form_compile(all_kernels: bool) -> None:
+    """Spills are compile errors."""
+    sources: dict[KernelSource, None] = {}
+    for spec in FORMS if all_kernels else HEAVY:
+        for activations in ("bf16", "fp16") if all_kernels else ("fp16",):
+            problem = layer(spec, activations, hidden=3072, bias=True)
+            plan = make_plan(problem, 1)
+            assert plan.slot_strips is not None
+            single = replace(problem, w13=replace(problem.w13, spec=problem.w2.spec), w2=None, experts=1)
+            single = replace(single, dispatch=CONTIGUOUS, global_experts=1, activation=UNGATED, top_k=1)
+            for rows in (1, 8, 16) if all_kernels else (16,):
+                plan_of_matrix = make_plan(single, rows)
+                assert plan_of_matrix.strips is not None
+                sources |= dict.fromkeys(step.source for step in steps(plan_of_matrix))
+            sources |= dict.fromkeys(step.source for step in steps(plan))
+    assert build_all(sources) == {}

@@ -68,7 +68,7 @@ class GpuPlan(Plan):
     decode: bool = False  # each slot is a tile
     few_rows: bool = False  # of one matrix: all of them are one tile
     strips: Strips | None = None  # of few rows: blocks have narrow strips of the matrix, and share none
-    slot_strips: SlotStrips | None = None  # the same, of the layer's matrices, when decoding
+    slot_strips: SlotStrips | None = None  # the same, of a layer's matrices, for one token
     arch: int = 90  # compute capability of the GPU
     graphed: bool = False  # submit the launches as one CUDA graph
 

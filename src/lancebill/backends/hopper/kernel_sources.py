@@ -125,7 +125,7 @@ def slot_strips(
     form: WeightForm, strips: SlotStrips, slices: int, out: str, *, gated: bool, activation: str, bias: bool,
     weighted: bool, depend: bool,
 ) -> KernelSource:  # fmt: skip
-    """The first GEMM of a layer for few slots, by strips of features."""
+    """The first GEMM of a layer for one token, by strips of features."""
     constants = {
         **form_constants(form),
         "PARTS": strips.first_parts, "AHEAD": strips.first_ahead, "WINDOW": strips.window,
@@ -139,7 +139,7 @@ def slot_strips(
 def token_strips(
     form: WeightForm, strips: SlotStrips, slices: int, out: str, *, bias: bool, weighted: bool, depend: bool
 ) -> KernelSource:
-    """The second GEMM of a layer for few slots and the sums over each token's experts, by strips of features."""
+    """The second GEMM of a layer for one token and the sum over its experts, by strips of features."""
     constants = {
         **form_constants(form),
         "PARTS": strips.second_parts, "AHEAD": strips.second_ahead, "SLOTS": strips.slots, "SLICES": strips.slices,

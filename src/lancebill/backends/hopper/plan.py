@@ -41,10 +41,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
-        notes=(
-            "one tile" if few_rows else "one tile per slot" if decode else f"token tiles {rule.tiles}",
-            *form_notes(forms),
-        ),
+        notes=(_tiles_note(rule, bool(strips or slot_strips), few_rows, decode), *form_notes(forms)),
         rule=rule,
         w13=gemms[0],
         w2=gemms[1] if problem.w2 is not None else None,
@@ -55,6 +52,14 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
         graphed=tune.graphed(tokens),
     )
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
+
+
+def _tiles_note(rule: Rule, strips: bool, few_rows: bool, decode: bool) -> str:
+    if strips:
+        return "strips of features"
+    if few_rows:
+        return "one tile"
+    return "one tile per slot" if decode else f"token tiles {rule.tiles}"
 
 
 def _has_few_rows(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
@@ -95,12 +100,13 @@ def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
 
 
 def _slot_strips(plan: GpuPlan, gemms: list[GemmPlan]) -> SlotStrips | None:
-    """How blocks share the strips of both matrices; None if they had better share tiles. With the experts of other
-    ranks among a token's, most blocks would have nothing to do."""
-    one = plan.work != SINGLE and plan.tokens == 1 and plan.slots == plan.expected_slots
+    """How blocks share the strips of both matrices; None if they had better share tiles. With experts of other ranks
+    most blocks would have nothing to do."""
+    problem = plan.problem
+    one = plan.work != SINGLE and plan.tokens == 1 and problem.experts == problem.global_experts
     if not one or len(gemms) != 2 or any(gemm.byte_inputs for gemm in gemms):
         return None
-    return tune.slot_strips(plan.problem.top_k, gemms[0], gemms[1])
+    return tune.slot_strips(problem.top_k, gemms[0], gemms[1])
 
 
 def _few_rows_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:

@@ -126,7 +126,7 @@ def _strip_gemm(plan: GpuPlan, strips: Strips) -> Step:
 
 
 def _slot_strips(plan: GpuPlan, strips: SlotStrips) -> tuple[Step, ...]:
-    """Both GEMMs of a layer for few slots, by strips of features."""
+    """Both GEMMs of a layer for one token, by strips of features."""
     assert plan.rule is not None and plan.w13 is not None and plan.w2 is not None
     problem, overlap, out = plan.problem, plan.rule.overlap, plan.problem.input.name
     gated, (w13, w2) = problem.activation.gated, problem.matrices.values()
@@ -142,13 +142,13 @@ def _slot_strips(plan: GpuPlan, strips: SlotStrips) -> tuple[Step, ...]:
     blocks, rows = -(-problem.intermediate // (16 if gated else 32)), -(-w2.n // 16)
     return (
         Step(first, _strip_values(plan, first, "w13", Ref(CALL, "x"), scratch_ref("h")),
-             lambda m: (blocks, m * problem.top_k)),
-        Step(second, _strip_values(plan, second, "w2", scratch_ref("h"), Ref(CALL, "out")), lambda m: (rows, m)),
+             lambda _: (blocks, problem.top_k)),
+        Step(second, _strip_values(plan, second, "w2", scratch_ref("h"), Ref(CALL, "out")), lambda _: (rows, 1)),
     )  # fmt: skip
 
 
 def _strip_values(plan: GpuPlan, source: KernelSource, name: str, rows: Ref, out: Ref) -> dict[str, Value]:
-    """The arguments of a GEMM by strips of few slots."""
+    """The arguments of a GEMM of one token by strips."""
     values: dict[str, Value] = {
         **shared.decode_values(plan, name, out),
         "x": rows,

@@ -1,8 +1,8 @@
-"""The layer for one token or a few by strips of features: no pieces of tiles, and no counters (Gluon).
+"""The layer for one token by strips of features: no pieces of tiles, and no counters (Gluon).
 
-In the first GEMM a block has two strips of one slot's expert: of gated experts, a gate's and its up projection's, so
-that it applies the activation. In the second, a block has one strip of a token's result and sums over all experts of
-the token: nothing is exchanged between blocks. See `strips` for how a block reads and multiplies.
+In the first GEMM a block has two strips of one chosen expert: of gated experts, a gate's and its up projection's, so
+that it applies the activation. In the second, a block has one strip of the result and sums over all chosen experts:
+nothing is exchanged between blocks. See `strips` for how a block reads and multiplies.
 """
 
 from __future__ import annotations
@@ -53,16 +53,15 @@ def slot_strips(
     PARTS: gl.constexpr, AHEAD: gl.constexpr, WINDOW: gl.constexpr, EXACT: gl.constexpr, GATED: gl.constexpr,
     ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
 ):  # fmt: skip
-    """The first GEMM: hidden rows of all slots with local experts. A block has two strips of a unit of one slot."""
+    """The first GEMM: the hidden rows of all slots with local experts. A block has two strips of a unit of one slot."""
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     block: gl.constexpr = strip_block(2, 4 if GATED else 1, PARTS, AHEAD, WINDOW, EXACT)
     slot = gl.program_id(1)
-    token = slot // top_k
     if DEPEND:
         wait_for_predecessor()
         let_successor_start()
     ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
-    e = load_experts(ids, token, slot - token * top_k, True)
+    e = load_experts(ids, 0, slot, True)
     if e >= 0:
         unit = gl.program_id(0) // 4
         strip = gl.program_id(0) % 4 * (1 if GATED else 2)
@@ -76,16 +75,14 @@ def slot_strips(
         bottom_factor = gl.load(factors + n + NEXT)
         top_bias = gl.load(bias + n) if BIAS else top_factor
         bottom_bias = gl.load(bias + n + NEXT) if BIAS else top_factor
-        scale = load_weights((weights, weight_kind, weight_row, weight_column), token, slot - token * top_k,
-                             True) if WEIGHTED else 1.0  # fmt: skip
-        own = x + token.to(gl.int64) * width
-        parts = share_parts(strip_sums(own, codes, scales, 1, slices, width, 1, block, form))
+        scale = load_weights((weights, weight_kind, weight_row, weight_column), 0, slot, True) if WEIGHTED else 1.0
+        parts = share_parts(strip_sums(x, codes, scales, 1, slices, width, 1, block, form))
         top = add_parts(parts, 0, 16, RESULT) * top_factor.expand_dims(1) * scale
         bottom = add_parts(parts, 16, 16, RESULT) * bottom_factor.expand_dims(1) * scale
         if BIAS:
             top += top_bias.expand_dims(1)
             bottom += bottom_bias.expand_dims(1)
-        out += slot.to(gl.int64) * columns
+        out += slot * columns
         only = gl.arange(0, 8, gl.SliceLayout(0, RESULT)).expand_dims(0) == 0  # the row is there eight times
         if GATED:
             column = (unit * 64 + strip * 16 + r).expand_dims(1)
@@ -100,10 +97,10 @@ def slot_strips(
 
 
 @gluon.jit
-def find_local_choices(ids, token, top_k):
-    """(how many of a token's choices are local; by choice: its number among them, or -1; itself and its expert)."""
+def find_local_choices(ids, top_k):
+    """(how many choices are local; by choice, of at most 32: its number among them, or -1; itself and its expert)."""
     choice = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    e = load_experts(ids, token, choice, choice < top_k)
+    e = load_experts(ids, 0, choice, choice < top_k)
     bit = 1 << choice
     mask = gl.sum(gl.where(e >= 0, bit, 0), 0)
     return count_bits(mask), gl.where(e >= 0, count_bits(mask & (bit - 1)), -1), choice << 24 | gl.maximum(e, 0)
@@ -127,7 +124,7 @@ def next_step(at, steps, count):
 
 
 @gluon.jit
-def load_token_step(codes, scales, factors, local, weights, token, at, unit, strip, units, slices,
+def load_token_step(codes, scales, factors, local, weights, at, unit, strip, units, slices,
                     scale_blocks, block: gl.constexpr, form: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
     """Words of one step of a local choice's expert, and what its products are multiplied with."""
     choice, e = choice_at(local, at[0])
@@ -138,7 +135,7 @@ def load_token_step(codes, scales, factors, local, weights, token, at, unit, str
     MMA: gl.constexpr = sums_layout(block.parts, 1)
     n = (e * units + unit) * 128 + strip * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     factor = gl.load(factors + n)
-    return words + (factor * load_weights(weights, token, choice, True) if WEIGHTED else factor,)
+    return words + (factor * load_weights(weights, 0, choice, True) if WEIGHTED else factor,)
 
 
 @gluon.jit
@@ -151,13 +148,11 @@ def add_products(total, words, x, inside, form: gl.constexpr):
 
 @gluon.jit
 def token_sums(
-    x, codes, scales, factors, local, weights, first_row, token, unit, strip, units, slices, scale_blocks, width,
+    x, codes, scales, factors, local, weights, unit, strip, units, slices, scale_blocks, width,
     block: gl.constexpr, form: gl.constexpr, SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
 ):  # fmt: skip
-    """The weighted sums [PARTS, 16, 8] over a token's local experts, of which there is one or more.
-
-    `first_row` is the hidden row of the token's first choice. A window is a whole hidden row.
-    """
+    """The weighted sums [PARTS, 16, 8] over local experts, of which there is one or more. A window is a hidden row."""
+    gl.static_assert(block.window % block.parts == 0)
     WORDS: gl.constexpr = 2 if dequant.scale_words(form) == 0 else 3
     PARTS: gl.constexpr = block.parts
     AHEAD: gl.constexpr = block.ahead
@@ -167,7 +162,7 @@ def token_sums(
     read = (0, 0)  # the local choice and its step that are read next
     ahead = ()
     for _i in gl.static_range(AHEAD):
-        ahead += load_token_step(codes, scales, factors, local, weights, token, read, unit, strip, units, slices,
+        ahead += load_token_step(codes, scales, factors, local, weights, read, unit, strip, units, slices,
                                  scale_blocks, block, form, WEIGHTED)  # fmt: skip
         read = next_step(read, steps, count)
     if DEPEND:
@@ -178,8 +173,7 @@ def token_sums(
     rows = view(held, held.dtype, [SLOTS, block.window, 1, COLUMNS], SWIZZLED)
     groups = view(held, held.dtype, [SLOTS * GROUPS, PARTS, 1, COLUMNS], SWIZZLED)
     for number in range(count):
-        row = first_row + choice_at(local, number)[0]
-        copy_window(x + row.to(gl.int64) * width, rows.index(number), 0, 1, width)
+        copy_window(x + choice_at(local, number)[0] * width, rows.index(number), 0, 1, width)
     async_copy.wait_group(0)
     total = gl.zeros([PARTS, 16, 8], gl.float32, sums_layout(PARTS, 1))
     used = (0, 0)  # what is multiplied next
@@ -188,7 +182,7 @@ def token_sums(
         for _j in gl.static_range(AHEAD):
             total = add_products(total, ahead[:WORDS], groups.index(used[0] * GROUPS + used[1]), True, form)
             used = next_step(used, steps, count)
-            ahead = ahead[WORDS:] + load_token_step(codes, scales, factors, local, weights, token, read, unit, strip,
+            ahead = ahead[WORDS:] + load_token_step(codes, scales, factors, local, weights, read, unit, strip,
                                                     units, slices, scale_blocks, block, form, WEIGHTED)  # fmt: skip
             read = next_step(read, steps, count)
     for i in gl.static_range(AHEAD):
@@ -207,23 +201,22 @@ def token_strips(
     PARTS: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr, SLICES: gl.constexpr, EXACT: gl.constexpr,
     BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
 ):  # fmt: skip
-    """The second GEMM and the sum over a token's experts. A block has one strip of a token's result.
+    """The second GEMM and the sum over the chosen experts. A block has one strip of the result.
 
     Shared memory has room for SLOTS hidden rows of SLICES slices. The first weights are read before the predecessor
     ends: it is the first GEMM, and the ids are older.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     block: gl.constexpr = strip_block(1, 1, PARTS, AHEAD, SLICES, EXACT)
-    token = gl.program_id(1)
     unit = gl.program_id(0) // 8
     strip = gl.program_id(0) % 8
-    local = find_local_choices((ids, id_words, id_row, id_column, expert_map, mapped, experts), token, top_k)
+    local = find_local_choices((ids, id_words, id_row, id_column, expert_map, mapped, experts), top_k)
     weights = (weights, weight_kind, weight_row, weight_column)
     codes += strip_words(strip, form)
     scales += strip * (8 * dequant.scale_words(form))
     total = gl.zeros([PARTS, 16, 8], gl.float32, sums_layout(PARTS, 1))
     if local[0] > 0:
-        total = token_sums(x, codes, scales, factors, local, weights, token * top_k, token, unit, strip, units, slices,
+        total = token_sums(x, codes, scales, factors, local, weights, unit, strip, units, slices,
                            scale_blocks, width, block, form, SLOTS, WEIGHTED, DEPEND)  # fmt: skip
     elif DEPEND:
         wait_for_predecessor()  # the launch after this one waits for this one only
@@ -234,7 +227,7 @@ def token_strips(
         for number in range(local[0]):
             choice, e = choice_at(local, number)
             shift = gl.load(bias + (e * units + unit) * 128 + r)
-            result += (shift * load_weights(weights, token, choice, True) if WEIGHTED else shift).expand_dims(1)
+            result += (shift * load_weights(weights, 0, choice, True) if WEIGHTED else shift).expand_dims(1)
     n = (unit * 128 + r).expand_dims(1) + gl.zeros_like(result).to(gl.int32)
     only = gl.arange(0, 8, gl.SliceLayout(0, RESULT)).expand_dims(0) == 0
-    gl.store(out + token.to(gl.int64) * columns + n, result.to(out.dtype.element_ty), mask=only & (n < columns))
+    gl.store(out + n, result.to(out.dtype.element_ty), mask=only & (n < columns))

@@ -176,7 +176,10 @@ def copy_window(x, held, window, rows, width):
 
 @gluon.jit
 def turn_window(x, windows, window, rows, width):
-    """Wait until this window of x is in shared memory, where the one after it takes the place of the one before."""
+    """Wait until this window of x is in shared memory, where the one after it takes the place of the one before.
+
+    The copies of the one after it go on; the next turn waits for them, or the end.
+    """
     copy_window(x, windows.index((window + 1) % 2), window + 1, rows, width)
     async_copy.wait_group(1)
 
@@ -214,6 +217,8 @@ def add_parts(parts, first: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.con
 @gluon.jit
 def strip_sums(x, codes, scales, rows, slices, width, T: gl.constexpr, block: gl.constexpr, form: gl.constexpr):
     """The sums [PARTS, features, T] of each warp's slices. `codes` and `scales` begin at the first strip."""
+    gl.static_assert(block.window % (block.parts * block.ahead) == 0)  # windows begin with rounds
+    gl.static_assert(block.ahead % 2 == 0)  # the two accumulators are in their places again
     WORDS: gl.constexpr = 1 if dequant.scale_words(form) == 0 else 2
     PARTS: gl.constexpr = block.parts
     AHEAD: gl.constexpr = block.ahead
@@ -244,6 +249,7 @@ def strip_sums(x, codes, scales, rows, slices, width, T: gl.constexpr, block: gl
     for i in gl.static_range(AHEAD):
         words = ahead[i * WORDS : (i + 1) * WORDS]
         sums, others = others, multiply_step(sums, words, steps.index((last + i) % (2 * STEPS)), form)
+    async_copy.wait_group(0)  # of the window past the end: its memory may be used again
     return sums + others
 
 

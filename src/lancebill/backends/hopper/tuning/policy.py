@@ -32,24 +32,36 @@ _DECODE_BLOCKS = 3  # per SM, when decoding; or 2, see `decode_chunks`
 _TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
 MOST_FEW_ROWS = 16  # of one matrix that are one tile
-# How blocks share strips, tile by tile from few features to many: the strips, how many blocks per SM run at once (None:
-# any number of rounds), and the most slices of a row of codes of four and of eight bits (None: any).
-_STRIPS = (
-    (Strips(1, 8, 4, 1, 64), 4, {4: None, 8: None}),
-    (Strips(1, 4, 4, 1, 64), None, {4: None, 8: None}),
-    (Strips(1, 8, 4, 8, 32), 3, {4: 192, 8: None}),
-    (Strips(2, 4, 4, 8, 32), 3, {4: 128, 8: None}),
-    (Strips(4, 4, 2, 8, 16), 2, {4: 64, 8: None}),
-    (Strips(4, 2, 4, 8, 16), None, {4: 64, 8: 0}),
-    (Strips(2, 4, 4, 8, 32), None, {4: 0, 8: None}),
-    (Strips(2, 4, 4, 16, 16, 128), 2, {4: 80, 8: 192}),
-)
-# Strips of a whole layer: what was measured to be faster than tiles.
-_FIRST_AHEAD, _SECOND_AHEAD = {4: 4, 8: 2}, 2  # by the bits of a code; with more, registers spill
-_MOST_STRIPS = 48e6  # bytes of codes that a call reads
-_FEWEST_STRIPS = 1.3  # blocks per SM of the second GEMM
+# How blocks share strips, by the bits of a code, then by rows and features: the strips, how many blocks per SM run at
+# once (None: there may be more than run at once), and the most slices of a row (None: any).
+_STRIPS: dict[int, tuple[tuple[Strips, int | None, int | None], ...]] = {
+    4: (
+        (Strips(1, 8, 4, 1, 64), 4, None),
+        (Strips(1, 4, 4, 1, 64), None, None),
+        (Strips(1, 8, 4, 8, 32), 3, 192),
+        (Strips(2, 4, 4, 8, 32), 3, 128),
+        (Strips(4, 4, 2, 8, 16), 2, 64),
+        (Strips(4, 2, 4, 8, 16), None, 64),
+        (Strips(2, 4, 4, 16, 16, 128), 2, 80),
+    ),
+    8: (
+        (Strips(1, 8, 4, 1, 64), 4, None),
+        (Strips(1, 4, 4, 1, 64), None, None),
+        (Strips(1, 8, 4, 8, 32), 3, None),
+        (Strips(2, 4, 4, 8, 32), 3, None),
+        (Strips(4, 4, 2, 8, 16), 2, None),
+        (Strips(2, 4, 4, 8, 32), None, None),
+        (Strips(2, 4, 4, 16, 16, 128), 2, 192),
+    ),
+}
+# Strips of a whole layer, where they were measured to be faster than tiles.
+_FIRST_AHEAD = {4: 4, 8: 2}  # by the bits of a code; with more, registers spill
+_SECOND_AHEAD = 2
+_MOST_READ = 48e6  # bytes of codes
+_FEWEST_BLOCKS_OF_SECOND = 1.3  # per SM
 _MOST_WARPS = 3200  # of the first GEMM: 24 per SM
 _MOST_HIDDEN = 512  # slices of hidden rows in shared memory
+_MOST_CHOICES = 32  # see `find_local_choices` in kernels/slot_strips.py
 _WASTED = 1.15  # how many slices a block may take for each that a row has
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
@@ -250,32 +262,34 @@ def strips(form: WeightForm, rows: int, units: int, slices: int) -> Strips | Non
     """
     if not (form.simple or form.bits == 8):
         return None
-    tile = next((found.rows for found, _, _ in _STRIPS if rows <= found.rows), None)
-    for found, blocks, longest in _STRIPS:
+    choices = _STRIPS[form.bits]
+    tile = next((found.rows for found, _, _ in choices if rows <= found.rows), None)
+    for found, blocks, most in choices:
         resident = blocks is None or units * ROWS <= found.features * blocks * _PROCESSORS
-        most = longest[form.bits]
         if found.rows == tile and resident and (most is None or slices <= most):
             taken = -(-slices // (found.ahead * found.parts)) * found.ahead * found.parts
-            return found if taken <= _WASTED * slices else replace(found, ahead=2)
+            heavy = found.registers > 0 and form.bits == 8 and form.scale_words > 0  # registers would spill
+            return replace(found, ahead=2) if heavy or taken > _WASTED * slices else found
     return None
 
 
 def slot_strips(top_k: int, first: GemmPlan, second: GemmPlan) -> SlotStrips | None:
     """How blocks share the strips of a layer's matrices for one token; None if they had better share tiles.
 
-    Strips have no pieces to exchange, but their warps take longer to unpack: they are faster while a call is short, if
+    Strips have no pieces to exchange, but their warps take longer to unpack: they are faster where little is read, if
     there are enough of them.
     """
     if not all(gemm.form.simple or gemm.form.bits == 8 for gemm in (first, second)):
         return None
     read = sum(top_k * gemm.units * gemm.slices * gemm.form.slice_rows * 128 for gemm in (first, second))
     rows, slices = power_of_two(top_k), power_of_two(second.slices)
-    if read > _MOST_STRIPS or second.units * 8 < _FEWEST_STRIPS * _PROCESSORS or rows * slices > _MOST_HIDDEN:
+    few = second.units * 8 < _FEWEST_BLOCKS_OF_SECOND * _PROCESSORS
+    if few or read > _MOST_READ or rows * slices > _MOST_HIDDEN or top_k > _MOST_CHOICES:
         return None
     warps = 2 * top_k * first.units * 4  # with one part of K
     fitting = [p for p in (8, 4, 2) if p * warps <= _MOST_WARPS and first.slices > 8 * p]
     parts, ahead = 8 if second.slices > 4 else 4, _FIRST_AHEAD[first.form.bits]
-    return SlotStrips(max(fitting, default=1), ahead, parts, _SECOND_AHEAD, 64, rows, max(slices, parts))
+    return SlotStrips(max(fitting, default=2), ahead, parts, _SECOND_AHEAD, 64, rows, max(slices, parts))
 
 
 @cache
