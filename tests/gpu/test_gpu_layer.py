@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from calls import OURS, check_error, plan_of, skip_unless_ours, skip_unsupported
+from strip_sizes import STRIP_SIZES, STRIPS
 from torch import Tensor
 
 from lancebill.moe.activation import Activation
@@ -103,14 +104,7 @@ def test_every_form(spec: str, activations: str, tokens: int) -> None:
     compare(spec, activations, tokens, **large_enough(spec))
 
 
-# So many features that one token is computed by strips.
-STRIPS = {"hidden": 2944, "intermediate": 384, "top_k": 4}
-STRIP_SIZES = [
-    {"top_k": 3, "bias": True},
-    {"top_k": 1, "weight_on_input": True},
-    {"hidden": 7168, "intermediate": 256, "top_k": 8},  # more columns than a window has; few of the second GEMM
-    {"hidden": 2816, "intermediate": 1664},  # blocks with less of K
-]
+STRIP_OPTIONS = [{**STRIP_SIZES[0], "bias": True}, {**STRIP_SIZES[1], "weight_on_input": True}, *STRIP_SIZES[2:]]
 STRIP_SPECS = [(spec, inputs) for spec, inputs in SPECS if inputs in ("bf16", "fp16") and not spec.endswith("h128")]
 
 
@@ -120,7 +114,7 @@ def one_token(spec: str, activations: str, **options: Any) -> Problem:
 
 @pytest.mark.plans(lambda spec, activations, options: [(one_token(spec, activations, **options), 1)])
 @pytest.mark.parametrize(("spec", "activations"), STRIP_SPECS)
-@pytest.mark.parametrize("options", STRIP_SIZES)
+@pytest.mark.parametrize("options", STRIP_OPTIONS)
 def test_one_token(spec: str, activations: str, options: dict[str, Any]) -> None:
     problem = one_token(spec, activations, **options)
     assert OURS != "hopper" or plan_of(problem, 1).slot_strips is not None
@@ -134,7 +128,7 @@ def test_one_token_with_every_activation(function: Activation) -> None:
 
 
 @pytest.mark.plans(lambda ids, dtype: [(one_token("int4-g32", "bf16", bias=True), 1)])
-@pytest.mark.parametrize("ids", [[-1, 3, -1, 5], [7, -1, -1, -1], [2, 8, 99, 0], [-1, -1, -1, -1]])
+@pytest.mark.parametrize("ids", [[-1, 3, -1, 5], [7, -1, -1, -1], [2, 16, 99, 0], [-1, -1, -1, -1]])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_one_token_with_choices_that_are_no_experts(ids: list[int], dtype: torch.dtype) -> None:
     problem = one_token("int4-g32", "bf16", bias=True)

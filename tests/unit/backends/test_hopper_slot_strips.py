@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from strip_sizes import STRIP_SIZES, STRIPS
 
 from lancebill.backends.gpu.plan import scratch
 from lancebill.backends.hopper.plan import make_plan
@@ -56,6 +57,12 @@ def test_others_have_tiles(problem: Problem, tokens: int) -> None:
     on the number of rows; much to read, or so few features that some SMs would read little; experts of other ranks;
     more choices than a warp has lanes."""
     assert make_plan(problem, tokens).slot_strips is None
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "int8"])
+@pytest.mark.parametrize("sizes", STRIP_SIZES)
+def test_sizes_of_the_gpu_tests_have_strips(spec: str, sizes: dict[str, object]) -> None:
+    assert make_plan(layer(spec, **{**STRIPS, **sizes}), 1).slot_strips is not None
 
 
 @pytest.mark.parametrize(
