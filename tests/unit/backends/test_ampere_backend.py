@@ -69,6 +69,20 @@ def test_reasons_of_devices_and_inputs() -> None:
     assert "spec" in codes(qwen("int5"), 80)
 
 
+@pytest.mark.parametrize("backend", ["ampere", "hopper"])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 6), (8, 2), (1, 1)])
+def test_every_batch_size_has_a_plan(backend: str, experts: int, top_k: int) -> None:
+    """Also where nearly all rows go to each expert, so that a batch is smaller than the tiles of its rule."""
+    for weights, activations in (("mxfp4", "bf16"), ("int8", "int8"), ("int4-g128", "bf16")):
+        problem = layer_problem(weights, activations, hidden=1024, intermediate=512, experts=experts, top_k=top_k)
+        linear = replace(problem, w2=None, dispatch=CONTIGUOUS) if experts == 1 else None
+        for order in ("fast", "batch-invariant"):
+            for shape in filter(None, (problem, linear)):
+                for tokens in range(1, 140):
+                    plan = registry()[backend].plan(replace(shape, order=order), tokens, Device("cuda", 90))
+                    assert isinstance(plan, GpuPlan) and plan.tokens >= tokens
+
+
 def test_the_nearest_card_is_of_the_device_s_architecture() -> None:
     assert nearest_card(Device("cuda", 86)).name == "A10" and nearest_card(Device("cuda", 86, 0, 82)).name == "RTX 3090"
     assert nearest_card(Device("cuda", 80, 0, 132)).name == "A100"  # an H200 that counts as sm_80

@@ -14,7 +14,7 @@ from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, form_notes, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import Efficiency, activated_experts, estimate_us
 from lancebill.backends.gpu.target import compile_target
-from lancebill.backends.gpu.tiles import Rule, Tile, bucket, reachable
+from lancebill.backends.gpu.tiles import Rule, Tile, bucket, power_of_two, reachable
 from lancebill.backends.gpu.workspace import pieces
 from lancebill.moe.device import Device
 from lancebill.moe.problem import Problem
@@ -33,7 +33,8 @@ def make_plan(
     fp8 = any(gemm.form.activations == E4M3 for gemm in gemms)
     plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch, fp8=fp8), graphed=tune.graphed(tokens))
     slots = plan.expected_slots
-    rule = reachable(tried or tune.rule(slots / problem.experts), tokens)  # an expert has at most one row of a token
+    # An expert has at most one row of a token. Tiles are padded to a power of two: smaller ones would save nothing.
+    rule = reachable(tried or tune.rule(slots / problem.experts), power_of_two(tokens))
     if decode is None:
         decode = not any(gemm.byte_inputs for gemm in gemms) and tune.decodes(plan.slots) and may_decode(plan, layout)
     if decode:
