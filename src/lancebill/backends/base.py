@@ -189,6 +189,8 @@ class Executor:
         self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}
         self._plans: dict[tuple[str, int], Plan] = {}
         self.made = LimitedDict[Hashable, tuple[list[int], Any]](MOST_MADE)  # by `remade`, for which addresses
+        # What graphs that this layer is part of use, by address. The layer hands it on to its next executor.
+        self.graph_memory: dict[int, object] = {}
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call, with every check."""
@@ -276,9 +278,13 @@ class Executor:
         return tokens
 
     def forget(self) -> None:
-        """Drop everything that is kept; the next call builds it again."""
+        """Drop everything that the next call can build again."""
         self._plans.clear()
+        self.drop_bound()
+        self.fast_routes.clear()
+
+    def drop_bound(self) -> None:
+        """Drop what is bound to memory of calls."""
         self.made.clear()
         self.fast_calls.clear()
-        self.fast_routes.clear()
         self.fast_linears.clear()

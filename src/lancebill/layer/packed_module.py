@@ -32,6 +32,7 @@ class PackedModule(nn.Module):
         super().__init__()
         self._names: dict[str, tuple[str, ...]] = {}
         self._executor: Executor | None = None  # made by the first call; holds all state between calls
+        self._graph_memory: dict[int, object] = {}  # of every executor so far: graphs outlive them
         self.adopt(choice, packed)
         device = next(self.parameters()).device
         # By which a compiled graph finds this layer:
@@ -59,7 +60,9 @@ class PackedModule(nn.Module):
 
     def _make_executor(self) -> Executor:
         table = TensorTable(self._parameters, self._names)
-        return self.choice.backend.executor(self.problem, self.choice.device, table)
+        executor = self.choice.backend.executor(self.problem, self.choice.device, table)
+        executor.graph_memory = self._graph_memory
+        return executor
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._executor = None
@@ -67,7 +70,7 @@ class PackedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the executor, which holds addresses of this object's weights: copies have other addresses."""
-        return {**self.__dict__, "_executor": None}
+        return {**self.__dict__, "_executor": None, "_graph_memory": {}}
 
     @property
     def problem(self) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 
 import lancebill
 from lancebill.backends.gpu import executor as executing
+from lancebill.backends.gpu import program as bound
 from lancebill.backends.gpu import workspace as memory
 from lancebill.backends.gpu.executor import GpuExecutor
 from lancebill.backends.gpu.program import Program
 from lancebill.backends.gpu.tiles import buckets
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.testing.layers import routing
 
 
 class Launched:
@@ -144,6 +147,68 @@ def test_reserved_memory_is_used_in_captures(gpu: FakeDriver, launched: Launched
     reserved = {id(program.bindings.workspace) for program in launched.programs[:4]}
     assert len(reserved) == 1 and all(program.graph is None for program in launched.programs)
     assert [program.bindings.workspace is None for program in launched.programs] == [False] * 4 + [True] * 2
+
+
+def reserved(layer: RoutedExperts) -> weakref.ref[Tensor]:
+    assert isinstance(layer.executor, GpuExecutor) and layer.executor.reserved is not None
+    return weakref.ref(layer.executor.reserved.memory)
+
+
+def test_graphs_keep_memory_that_was_reserved_before(gpu: FakeDriver) -> None:
+    """Reserving more, or the same again, leaves what captured graphs use; so does a new executor."""
+    layer, x, call = layer_and_call(1)
+
+    lancebill.reserve(layer, 8)
+    first = reserved(layer)
+    gpu.capture = 5
+    layer(x, **call)
+    lancebill.reserve(layer, 8)
+    assert reserved(layer)() is first()
+    lancebill.reserve(layer, 64)
+    second = reserved(layer)
+    layer(x, **call)
+    assert second() is not first() and first() is not None
+    layer.executor.forget()
+    layer.register_parameter("noted", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    gc.collect()
+    assert first() is not None and second() is not None
+    del layer.noted
+    del layer
+    gc.collect()
+    assert first() is None and second() is None
+
+
+def test_counters_of_graphs_outlive_an_executor(gpu: FakeDriver) -> None:
+    layer, x, call = layer_and_call(1)
+    gpu.capture = 3
+    layer(x, **call)
+    layer.register_parameter("noted", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    gc.collect()
+    assert len(executing.WORKSPACES.counters) == 1
+
+
+def test_outgrown_workspaces_are_freed(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ascending sizes: at most one workspace is alive, however many programs were bound to smaller ones."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def outside_pools(device: torch.device, stream: int | None, make: Callable[[], Tensor]) -> Tensor:
+        made.append(weakref.ref(tensor := make()))
+        return tensor
+
+    monkeypatch.setattr(memory, "outside_pools", outside_pools)
+    monkeypatch.setattr(bound, "graphs_available", lambda: False)
+    layer, _, _ = layer_and_call(1)
+    for tokens in buckets(4096):
+        x = torch.zeros(tokens, layer.problem.hidden, dtype=torch.bfloat16)
+        routed = routing(layer.problem, tokens, 0, "cpu")
+        for _ in range(2):
+            layer(x, topk_ids=routed.ids, topk_weights=routed.weights)
+    gc.collect()
+    alive = [tensor for tensor in (known() for known in made) if tensor is not None and tensor.dtype == torch.uint8]
+    assert len(alive) == 1 and len(made) < 20
+    assert alive[0].numel() < 1.6 * layer.executor.plan_for("indexed", 4096).workspace_bytes
+    again = layer.executor.fast_calls.get(4096 * layer.problem.hidden)
+    assert again is not None and again(x, routed.ids, routed.weights, torch.empty_like(x))
 
 
 def test_a_layer_reserves_for_itself(gpu: FakeDriver) -> None:

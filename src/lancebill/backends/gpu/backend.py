@@ -26,7 +26,7 @@ _MOST_EXPERTS = 1024
 _MOST_COLUMNS, _MOST_COLUMNS_BOTH = 1 << 15, 1 << 14
 
 
-_CAPTURED: list[Tensor] = []  # counters of calls without a layer that were captured: nothing says when a graph ends
+_CAPTURED: list[object] = []  # counters of calls without a layer that were captured: nothing says when a graph ends
 
 
 class GpuBackend(Backend):
@@ -59,7 +59,7 @@ class GpuBackend(Backend):
             device = Device("cuda", plan.arch, x.device.index or 0)
             executor = GpuExecutor(self, plan.problem, device, TensorTable.of(weights), self.steps)
             executor.run_plan(plan, x, dispatch, out)
-            _CAPTURED.extend(executor.captures.values())
+            _CAPTURED.extend(executor.graph_memory.values())
         return out
 
     def executor(self, problem: Problem, device: Device, tensors: TensorTable) -> Executor:

@@ -40,8 +40,8 @@ class GpuExecutor(Executor):
     ) -> None:
         super().__init__(backend, problem, device, tensors)
         self.steps = steps
-        self.captures: dict[int, Tensor] = {}  # counters of graphs that this layer is part of, by address
         self.reserved: Workspace | None = None  # for captured calls
+        self._grown = WORKSPACES.grown  # as programs and fast calls have seen it
         self._unread: Tensor | None = None  # see `run_linear`
         self.route_programs = RoutePrograms(compile_target(device.arch))
 
@@ -62,6 +62,7 @@ class GpuExecutor(Executor):
             with torch.cuda.device(index):
                 return self.run_plan(plan, x, dispatch, out)
         workspace = self.workspace(plan, x.device)  # alive until the launches are queued
+        self._drop_outgrown()
         return run_program(self.program(plan, x.device, workspace), x, dispatch, out)
 
     def workspace(self, plan: GpuPlan, device: torch.device) -> Workspace:
@@ -73,8 +74,14 @@ class GpuExecutor(Executor):
             return self.reserved
         workspace = WORKSPACES.of_capture(device, stream, size, counting=plan.counts)
         if workspace.counters is not None:
-            self.captures[workspace.counters.data_ptr()] = workspace.counters
+            self.graph_memory[workspace.counters.data_ptr()] = workspace.counters
         return workspace
+
+    def _drop_outgrown(self) -> None:
+        """Drop programs if a workspace was outgrown since they were bound: they would keep its memory alive."""
+        if self._grown != WORKSPACES.grown:
+            self.drop_bound()
+            self._grown = WORKSPACES.grown
 
     def route(
         self,
@@ -121,7 +128,7 @@ class GpuExecutor(Executor):
         if signature is None:
             return None
         run, device, stream = program.run_indexed, program.bindings.device, program.bindings.stream
-        count = 5 if mapped else 4
+        count, workspaces, grown = 5 if mapped else 4, WORKSPACES, WORKSPACES.grown
 
         def fast_call(*given: Tensor) -> bool:
             return (
@@ -130,6 +137,7 @@ class GpuExecutor(Executor):
                 and torch._C._cuda_getCurrentRawStream(device) == stream
                 and not torch._C._cuda_isCurrentStreamCapturing()
                 and tensors.addresses() == addresses
+                and workspaces.grown == grown
                 and run(tokens, signature, given)
             )
 
@@ -148,16 +156,18 @@ class GpuExecutor(Executor):
         if _capturing() or plan.work != SINGLE or x.dtype != plan.problem.input.storage or not is_dense(x):
             return None
         program = self.program(plan, x.device, self.workspace(plan, x.device))
-        return linear_call(program, self.tensors, x)
+        return linear_call(program, self.tensors, x, WORKSPACES)
 
     @classmethod
     def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
         """One workspace for all layers given."""
         own = [executor for executor in executors if isinstance(executor, GpuExecutor)]
         size = max(executor.most_bytes(max_tokens) for executor in own)
-        workspace = reserve_workspace(own[0].tensors.device, size)
+        held = own[0].reserved
+        if held is None or held.memory.numel() < size or any(executor.reserved is not held for executor in own):
+            held = reserve_workspace(own[0].tensors.device, size)
         for executor in own:
-            executor.reserved = workspace
+            executor.reserved = executor.graph_memory[held.memory.data_ptr()] = held
         return size
 
     def most_bytes(self, max_tokens: int) -> int:

@@ -10,8 +10,8 @@ their own can be replayed at once, and no tensor of ours lives in a pool whose o
 
 Counters must be zero before a graph's first replay; the kernels reset them to zero after use. Memory that is freed
 would not stay zero, and a memset in the graph would cost time in every replay. So each capture gets counters of its own
-(parallel branches too: a key is a capture and a stream), allocated and zeroed outside of it. The executors of the
-layers that were captured keep them alive.
+(parallel branches too: a key is a capture and a stream), allocated and zeroed outside of it. The layers that were
+captured keep them alive.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ class Workspaces:
 
     def __init__(self) -> None:
         self.eager: dict[tuple[int, int], Workspace] = {}
+        self.grown = 0  # how often one was outgrown
         self.counters: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
 
     def of_stream(self, device: torch.device, stream: int, size: int) -> Workspace:
-        """For eager calls. A workspace that was outgrown lives as long as programs refer to it."""
+        """For eager calls. One that was outgrown lives until each layer's next call, which drops its programs."""
         key = (device.index or 0, stream)
         held = self.eager.get(key)
         if held is None or held.memory.numel() < size:
+            if held is not None:  # by half at least: it is made seldom, and all programs are bound again
+                size, self.grown = max(size, held.memory.numel() * 3 // 2), self.grown + 1
             memory = outside_pools(device, stream, lambda: torch.empty(size, dtype=torch.uint8, device=device))
             if held is None:
                 held = Workspace(memory, outside_pools(device, stream, lambda: _zeros(device)))
