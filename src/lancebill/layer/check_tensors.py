@@ -56,6 +56,11 @@ def check_logits(logits: Tensor, most: int, *, fewer: bool, bias: Tensor | None)
         raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
 
 
+def no_gradient_error() -> LaunchError:
+    hint = "detach their inputs, or compute under torch.no_grad()"
+    return LaunchError("quantised layers compute no gradients", hint=hint)
+
+
 class _NoGradient(torch.autograd.Function):
     """Makes `out` depend on the other arguments, with a backward that raises."""
 
@@ -66,10 +71,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise LaunchError(
-            "quantised layers compute no gradients",
-            hint="detach their inputs, or compute under torch.no_grad()",
-        )
+        raise no_gradient_error()
 
 
 def without_gradient(out: Tensor, *inputs: Tensor) -> Tensor:

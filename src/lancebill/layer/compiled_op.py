@@ -10,11 +10,14 @@ operators take no weights: they only read them, and nothing in a compiled graph 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lancebill.errors import LaunchError
+from lancebill.layer.check_tensors import no_gradient_error
 
 _LIBRARY = torch.library.Library("lancebill", "DEF")
 _LAYERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -70,7 +73,24 @@ def _like_columns(x: Tensor, columns: int, tag: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], columns)
 
 
+# torch.compile traces a backward pass wherever inputs require gradients, also if nobody asks for them. So it is an
+# operator that can be traced, and only running it is an error.
+def _refuse(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    raise no_gradient_error()
+
+
+def _keep_shapes(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    floats = [x if isinstance(x, Tensor) and x.is_floating_point() else None for x in inputs]
+    ctx.likes = [None if x is None else (x.shape, x.dtype) for x in floats]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    no_gradient = torch.ops.lancebill.no_gradient.default
+    return tuple(like and no_gradient(gradient, like[0]).to(like[1]) for like in ctx.likes)
+
+
 for _schema, _run, _fake in (
+    ("no_gradient(Tensor gradient, SymInt[] shape) -> Tensor", _refuse, Tensor.new_empty),
     ("routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor tag) -> Tensor", _experts, _like_rows),
     ("routed_forward(Tensor x, Tensor logits, Tensor? input_ids, Tensor tag) -> Tensor", _routed, _like_rows),
     ("quantized_linear(Tensor x, SymInt columns, Tensor tag) -> Tensor", _linear, _like_columns),
@@ -80,6 +100,8 @@ for _schema, _run, _fake in (
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _key)
     torch.library.register_fake(f"lancebill::{_name}", _fake, lib=_LIBRARY)
+    if _run is not _refuse:
+        torch.library.register_autograd(f"lancebill::{_name}", _backward, setup_context=_keep_shapes, lib=_LIBRARY)
 
 routed_experts = torch.ops.lancebill.routed_experts.default
 routed_forward = torch.ops.lancebill.routed_forward.default

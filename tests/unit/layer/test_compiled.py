@@ -140,6 +140,26 @@ def test_wrong_arguments_of_a_compiled_layer_are_refused() -> None:
         compiled(x, topk_ids=ids[:2], topk_weights=weights)
 
 
+def test_a_compiled_backward_raises() -> None:
+    """As an eager one does. A forward pass alone is fine, also where inputs require gradients."""
+    block, logits = RoutedBlock(0), torch.randn(5, 4)
+    layer, linear = block.experts, block.linear
+    ids, weights = torch.zeros(5, 2, dtype=torch.int64), torch.rand(5, 2)
+    calls: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x + layer.forward_routed(x, logits),
+        lambda x: x + layer(x, topk_ids=ids, topk_weights=weights),
+        lambda x: linear(x) + x.sum(),
+    )
+    for call in calls:
+        torch.compiler.reset()
+        x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(out, call(x)) and out.requires_grad
+        with pytest.raises(LaunchError, match="compute no gradients"):
+            out.sum().backward()
+        assert x.grad is None
+
+
 @pytest.mark.parametrize("routed", [False, True])
 def test_exported_blocks_have_the_same_operators(routed: bool) -> None:
     """`torch.export` traces by running Python, without Dynamo."""
