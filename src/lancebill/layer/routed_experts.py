@@ -291,7 +291,12 @@ class RoutedExperts(MovableExperts):
         """A copy of the router's hash table, or of one number for each expert (kept in fp32: rounding would change
         selections)."""
         own = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True).reshape(-1)
-        self.register_buffer(f"router_{role}", own, persistent=False)
+        held = self._buffers.get(f"router_{role}")
+        if held is None or (held.shape, held.dtype, held.device) != (own.shape, own.dtype, own.device):
+            self.register_buffer(f"router_{role}", own, persistent=False)
+        else:
+            with torch.inference_mode():  # which may write to tensors that were made in it, and to others
+                held.copy_(own)  # in place: captured graphs read it there
 
     def claim(self, name: str) -> Claim | None:
         """What the tensor with this name is to this layer; None if it is another's."""

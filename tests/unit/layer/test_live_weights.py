@@ -149,6 +149,21 @@ def test_a_refit_is_computed_with(tmp_path: Path) -> None:
     assert torch.equal(layer(x, topk_ids=ids, topk_weights=weights), want)
 
 
+def test_a_router_is_refitted_in_place() -> None:
+    """Captured graphs read it where it is. Also one that was taken under `inference_mode`."""
+    layer = fresh()
+    with torch.inference_mode():
+        layer.take_router("correction", torch.zeros(4))
+    layer.take_router("table", torch.arange(4))
+    before = {name: layer._buffers[name].data_ptr() for name in ("router_correction", "router_table")}  # type: ignore[union-attr]
+    layer.take_router("correction", torch.arange(4, dtype=torch.bfloat16))
+    layer.take_router("table", torch.arange(4).flip(0))
+    assert before == {name: layer._buffers[name].data_ptr() for name in before}  # type: ignore[union-attr]
+    assert layer.router_correction.tolist() == [0, 1, 2, 3] and layer.router_table.tolist() == [3, 2, 1, 0]
+    layer.take_router("correction", torch.zeros(5))  # of another size: nothing captured could have read it
+    assert layer.router_correction.shape == (5,)
+
+
 def _old_and_new(folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
     """Folders of two checkpoints of the same model, and the tensors of the second."""
     example = next(example for fmt, example in all_examples() if fmt.name == "gptq")
