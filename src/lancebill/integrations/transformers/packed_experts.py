@@ -81,19 +81,15 @@ def forward_only(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, 
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *parameters)):
         return _ForwardOnly.apply(layer, x, ids, weights, *parameters)  # type: ignore[no-untyped-call]
-    return _compute(layer, x, ids, weights)
-
-
-def _compute(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Convert the router's int64 ids and its weights to the kernels' types, for which the layer has a fast path."""
-    out: Tensor = layer(x, topk_ids=ids.to(torch.int32), topk_weights=weights.to(torch.float32))
+    out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
     return out
 
 
 class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        return _compute(layer, x, ids, weights)
+        out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
