@@ -90,6 +90,19 @@ def use_context(device: int) -> None:
     check(library().cuCtxSetCurrent(_context(device)), f"making the context of GPU {device} current")
 
 
+@contextmanager
+def in_context(device: int) -> Iterator[None]:
+    """`use_context` for some launches; afterwards the thread's current GPU is again what its caller chose."""
+    before = ctypes.c_void_p()
+    check(library().cuCtxGetCurrent(ctypes.byref(before)), "asking for the current context")
+    use_context(device)
+    try:
+        yield
+    finally:
+        if before.value and before.value != _context(device).value:
+            check(library().cuCtxSetCurrent(before), "making the earlier context current again")
+
+
 @cache
 def capability(device: int) -> int:
     """The compute capability of a GPU; 90 is sm_90."""

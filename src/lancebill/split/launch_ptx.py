@@ -9,9 +9,9 @@ from lancebill.jit import driver
 
 
 def launch_ptx(ptx: str, kernel: str, threads: int, device: int, stream: int, *values: int) -> None:
-    driver.use_context(device)
     given = [(f"argument{i}", struct.pack("Q", value)) for i, value in enumerate(values)]
-    driver.Launch(_function(ptx, kernel, device), threads, 0, stream, given, False, {})(stream)
+    with driver.in_context(device):
+        driver.Launch(_function(ptx, kernel, device), threads, 0, stream, given, False, {})(stream)
 
 
 @cache

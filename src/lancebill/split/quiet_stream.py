@@ -18,8 +18,7 @@ def done_at_once(device: torch.device) -> Iterator[None]:
         yield
         return
     index = device.index or 0
-    driver.use_context(index)
-    with driver.uncaptured(), torch.cuda.device(index):
+    with driver.in_context(index), driver.uncaptured(), torch.cuda.device(index):
         stream = _stream(index)
         with torch.cuda.stream(stream):
             yield

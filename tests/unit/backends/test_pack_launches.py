@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(load, "load_kernel", fake_load_kernel)
     monkeypatch.setattr(layouts, "on_gpu", torch.Tensor.is_contiguous)
-    monkeypatch.setattr(pack_on_gpu, "use_context", lambda device: None)
+    monkeypatch.setattr(pack_on_gpu, "in_context", lambda device: nullcontext())
     monkeypatch.setattr(pack_on_gpu, "_target", lambda device: 90)
     monkeypatch.setattr(pack_on_gpu, "_prepared", pack_on_gpu._Prepared())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))

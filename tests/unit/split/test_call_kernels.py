@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         values = [int.from_bytes(value, "little") for _, value in rest[2]]
         return lambda stream: Kernel(PTX, kernel).run(values, threads)
 
-    monkeypatch.setattr(driver, "use_context", lambda device: None)
+    monkeypatch.setattr(driver, "in_context", lambda device: nullcontext())
     monkeypatch.setattr(launch_ptx, "_function", lambda ptx, kernel, device: kernel)
     monkeypatch.setattr(call_views, "pinned", lambda size, capturing: torch.full((size,), 0xFF, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_late_answer_is_told_at_the_next_check() -> None:
 
 def test_kernels_have_the_parameters_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, int]] = []
-    monkeypatch.setattr(driver, "use_context", lambda device: None)
+    monkeypatch.setattr(driver, "in_context", lambda device: nullcontext())
     monkeypatch.setattr(launch_ptx, "_function", lambda ptx, kernel, device: kernel)
     monkeypatch.setattr(driver, "Launch", lambda kernel, *rest: lambda stream: launched.append((kernel, len(rest[3]))))
     box = Mailbox.__new__(Mailbox)

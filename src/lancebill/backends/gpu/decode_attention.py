@@ -14,7 +14,7 @@ from torch import Tensor
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import power_of_two
 from lancebill.jit.compile import KernelSource
-from lancebill.jit.driver import capability, use_context
+from lancebill.jit.driver import capability, in_context
 from lancebill.jit.load import prepare_launch
 
 KERNELS = "lancebill.backends.gpu.kernels.attend"
@@ -130,10 +130,10 @@ def _source(
 def _launch(source: KernelSource, given: Given, grid: tuple[int, int]) -> None:
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     device = next(iter(tensors.values())).device.index or 0
-    use_context(device)
     values = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in given.items()}
     stream = torch._C._cuda_getCurrentRawStream(device)
     source = replace(source, arch=compile_target(capability(device)))
-    launch = prepare_launch(source, device, stream, values, dependent=False)
-    launch.grid(*grid)
-    launch(stream)
+    with in_context(device):
+        launch = prepare_launch(source, device, stream, values, dependent=False)
+        launch.grid(*grid)
+        launch(stream)

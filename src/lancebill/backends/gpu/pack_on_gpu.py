@@ -25,7 +25,7 @@ from lancebill.backends.gpu.scale_rules import EXPONENT_RANGE, base_rule, units
 from lancebill.backends.gpu.target import compile_target
 from lancebill.errors import CompileError
 from lancebill.jit.compile import KernelSource
-from lancebill.jit.driver import Launch, use_context
+from lancebill.jit.driver import Launch, in_context
 from lancebill.jit.load import prepare_launch
 from lancebill.moe.device import parse_device
 
@@ -155,20 +155,20 @@ def launch(make: Make, key: tuple[object, ...], values: Values, programs: int, d
     index = device.index or 0
     arguments = {name: _argument(value) for name, value in values.items()}
     stream = torch.cuda.current_stream(device).cuda_stream
-    use_context(index)
-    held = _prepared.launches.get((make, key, index))
-    if held is None:
-        source = make(*key, _target(index))
-        try:
-            made = prepare_launch(source, index, stream, arguments, dependent=False)
-        except CompileError:  # there is no compiler and no compiled kernel: torch does it
-            return False
-        held = _prepared.launches[make, key, index] = made, _slots(source, made)
-    prepared, slots = held
-    for name, slot in slots.items():
-        slot.value = arguments[name]
-    prepared.grid(programs)
-    prepared(stream)
+    with in_context(index):
+        held = _prepared.launches.get((make, key, index))
+        if held is None:
+            source = make(*key, _target(index))
+            try:
+                made = prepare_launch(source, index, stream, arguments, dependent=False)
+            except CompileError:  # there is no compiler and no compiled kernel: torch does it
+                return False
+            held = _prepared.launches[make, key, index] = made, _slots(source, made)
+        prepared, slots = held
+        for name, slot in slots.items():
+            slot.value = arguments[name]
+        prepared.grid(programs)
+        prepared(stream)
     return True
 
 
