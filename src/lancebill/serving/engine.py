@@ -18,7 +18,7 @@ from typing import Any
 
 from lancebill.errors import QueueFull
 from lancebill.serving.ragged import Runner
-from lancebill.serving.sampling import Sampling, Token, choose
+from lancebill.serving.sampling import Sampling, Token, choose, most_likely
 
 STEP_SECONDS = 0.25  # how long a step that reads prompts may take, within the next two limits
 LEAST_STEP_TOKENS = 128  # of prompts: with fewer, reading the weights would take most of the time
@@ -206,7 +206,8 @@ class BatchEngine:
         start = time.monotonic()
         try:
             logits = self._runner.step([answer.state for answer in answers], tokens)
-            best = logits.argmax(-1).tolist()
+            plain = [row for row, answer in enumerate(answers) if answer.how.plain]
+            best = dict(zip(plain, most_likely(logits if len(plain) == len(answers) else logits[plain])))
         except (RuntimeError, MemoryError):  # out of memory, most likely: these answers are lost, later ones are not
             self._end(answers, End("error"))
             return
@@ -219,8 +220,8 @@ class BatchEngine:
                 self._prompt_tokens += len(tokens[row])
             if answer.reads:
                 continue
-            plain = answer.how.plain
-            token = Token(best[row]) if plain else choose(logits[row], answer.how, answer.tokens, answer.source)
+            how = answer.how
+            token = Token(best[row]) if how.plain else choose(logits[row], how, answer.tokens, answer.source)
             self._take(answer, token)
         self._fit_steps(self._prompt_tokens - read_before, seconds)
 
