@@ -13,7 +13,8 @@ from typing import Any
 
 from lancebill.serving import parameters
 from lancebill.serving.engine import BatchEngine
-from lancebill.serving.generation import Generation
+from lancebill.serving.generation import Arrived, Generation
+from lancebill.serving.mail import Mail
 from lancebill.serving.metrics import CONTENT_TYPE, Metrics
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.replies import ChatReply, CompletionReply, Reply
@@ -96,6 +97,7 @@ class App:
     def __init__(self, engine: BatchEngine, served: Served, metrics: Metrics, api_key: str | None = None) -> None:
         self.engine, self.served, self.metrics, self.api_key = engine, served, metrics, api_key
         self._started = int(time.time())
+        self._mail: Mail[Arrived] | None = None
         self._model_path = f"{MODELS}{served.name}"
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[int]]]] = {
             "/": ("GET", self._page),
@@ -205,7 +207,7 @@ class App:
             # Long prompts take a while to tokenise; other requests go on meanwhile.
             asked = await asyncio.to_thread(wanted, self.served, values)
             await _let_others_begin()
-            generation = Generation(self.engine, self.served, asked)
+            generation = Generation(self.engine, self.served, asked, self._own_mail())
             generation.submit()
         answering = asyncio.create_task(self._answer(call, generation, reply, done))
         gone = asyncio.create_task(call.until_gone())
@@ -220,6 +222,13 @@ class App:
             await asyncio.gather(answering, gone, return_exceptions=True)
             generation.close()
         return 200
+
+    def _own_mail(self) -> Mail[Arrived]:
+        """The mail of the running loop, for all requests."""
+        loop = asyncio.get_running_loop()
+        if self._mail is None or self._mail.loop is not loop:
+            self._mail = Mail(loop)
+        return self._mail
 
     async def _answer(self, call: Call, generation: Generation, reply: Reply, done: str) -> None:
         if generation.wanted.stream:

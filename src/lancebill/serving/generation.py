@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from lancebill.errors import QueueFull
 from lancebill.serving.engine import Answer, BatchEngine, Event
+from lancebill.serving.mail import Mail
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.requests import Served, Wanted
 from lancebill.serving.sampling import Token
 from lancebill.serving.text import TextStream
+
+Arrived = tuple[int, Event]  # which answer of a request, and what came
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,9 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 class Generation:
     """The answers of one request, from `submit` until `close`."""
 
-    def __init__(self, engine: BatchEngine, served: Served, wanted: Wanted) -> None:
-        self._engine, self.wanted = engine, wanted
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, engine: BatchEngine, served: Served, wanted: Wanted, mail: Mail[Arrived]) -> None:
+        self._engine, self.wanted, self._mail = engine, wanted, mail
+        self._events: asyncio.Queue[Arrived] = asyncio.Queue()
         self._answers = [
             Answer(prompt, most, how, lambda event, index=index: self._receive(index, event))  # type: ignore[misc]
             for index, (prompt, most, how) in enumerate(wanted.answers)
@@ -49,8 +51,7 @@ class Generation:
 
     def _receive(self, index: int, event: Event) -> None:
         """Called by the engine's thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+        self._mail.post(self._events.put_nowait, (index, event))
 
     def submit(self) -> None:
         most = self._engine.limits.waiting

@@ -25,6 +25,7 @@ from lancebill.serving.app import MOST_BODY, App, Call, ClientGone  # noqa: E402
 from lancebill.serving.engine import Answer, BatchEngine  # noqa: E402
 from lancebill.serving.generation import Generation, Piece  # noqa: E402
 from lancebill.serving.listen import bind_addresses  # noqa: E402
+from lancebill.serving.mail import Mail  # noqa: E402
 from lancebill.serving.metrics import Metrics  # noqa: E402
 from lancebill.serving.parameters import ApiError  # noqa: E402
 from lancebill.serving.replies import CompletionReply  # noqa: E402
@@ -86,7 +87,7 @@ def test_what_is_refused(values: Mapping[str, Any], status: int, param: str) -> 
 def generate(engine: BatchEngine, prompts: Sequence[tuple[int, ...]], stops: tuple[str, ...] = ()) -> list[Piece]:
     async def pieces() -> list[Piece]:
         asked = Wanted(tuple(prompts), 1, (4,) * len(prompts), Sampling(), stops, False, False)
-        generation = Generation(engine, served(), asked)
+        generation = Generation(engine, served(), asked, Mail(asyncio.get_running_loop()))
         generation.submit()
         return [piece async for piece in generation.pieces()]
 
