@@ -270,6 +270,23 @@ def test_completions_and_responses(served: Served) -> None:
     assert events[0].type == "response.created" and events[-1].response.output_text == expected
 
 
+def test_prompts_that_start_equally_are_read_once(served: Served) -> None:
+    url, page, said = served[0], "/v1/chat/completions", " ".join(f"w{i}" for i in range(30, 55))
+    before = metric(url, "shared_prompt_tokens_total")
+    first, second = (post(url, page, chat(said))[1] for _ in range(2))
+    assert first["choices"] == second["choices"]
+    counted = second["usage"]
+    assert counted["prompt_tokens"] == first["usage"]["prompt_tokens"] >= 25
+    assert counted["prompt_tokens_details"]["cached_tokens"] == counted["prompt_tokens"] - 1
+    several = post(url, page, chat(f"{said} w7", n=2, max_tokens=2))[1]["usage"]
+    assert 25 <= several["prompt_tokens_details"]["cached_tokens"] < several["prompt_tokens"]
+    options: dict[str, Any] = {"model": "tiny", "input": said, "max_output_tokens": 5, "temperature": 0}
+    whole = client(url).responses.create(**options)
+    assert whole.output_text == first["choices"][0]["message"]["content"]
+    assert whole.usage.input_tokens_details.cached_tokens == counted["prompt_tokens"] - 1
+    assert metric(url, "shared_prompt_tokens_total") >= before + 2 * counted["prompt_tokens"]
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + LIMIT
     while not condition():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lancebill.errors import QueueFull
+from lancebill.serving.prefixes import Prefixes
 from lancebill.serving.ragged import Runner
 from lancebill.serving.sampling import Sampling, Token, choose, most_likely
 
@@ -34,6 +35,7 @@ class Limits:
     running: int = 32  # answers computed together
     cached_tokens: int = 1 << 17  # of all running answers together, with those still to come
     waiting: int = 128  # answers in the queue
+    kept_tokens: int = 1 << 13  # of ended answers, for prompts that start equally; they make room for running ones
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Answer:
         self.prompt, self.most, self.how, self.deliver = list(prompt), most, how, deliver
         self.tokens: list[int] = []
         self.read = 0  # tokens of the prompt that the model has seen
+        self.shared = 0  # of these, with another answer
         self.state: Any = None
         self.source = how.generator()
         self.cancelled = False
@@ -83,6 +86,7 @@ class Counters:
     running: int
     waiting: int
     prompt_tokens: int
+    shared_tokens: int
     generated_tokens: int
     cancelled: int
     steps: int
@@ -100,13 +104,14 @@ class BatchEngine:
     ) -> None:
         self.limits = limits
         self._runner, self._ends, self._on_first = runner, frozenset(ends), on_first_token
+        self._prefixes = Prefixes(runner, limits.kept_tokens)
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
         self._changed = threading.Condition()
         self._arriving = 0  # requests
         self._step_tokens = LEAST_STEP_TOKENS  # of prompts in the next step
         self._stopping = False
-        self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
+        self._prompt_tokens = self._shared_tokens = self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
 
     def start(self) -> BatchEngine:
@@ -157,8 +162,8 @@ class BatchEngine:
 
     def counters(self) -> Counters:
         with self._changed:
-            counts = self._prompt_tokens, self._generated, self._cancelled, self._steps
-            return Counters(len(self._running), len(self._waiting), *counts)
+            tokens = self._prompt_tokens, self._shared_tokens, self._generated
+            return Counters(len(self._running), len(self._waiting), *tokens, self._cancelled, self._steps)
 
     def _loop(self) -> None:
         try:
@@ -177,16 +182,23 @@ class BatchEngine:
             while not self._stopping:
                 if self._waiting and not self._running:
                     self._gather()
-                before = len(self._running) + len(self._waiting)
-                self._running = [answer for answer in self._running if not answer.cancelled]
-                self._waiting = deque(answer for answer in self._waiting if not answer.cancelled)
-                self._cancelled += before - len(self._running) - len(self._waiting)
+                self._drop_cancelled()
                 while self._waiting and self._fits(self._waiting[0]):
                     self._running.append(self._waiting.popleft())
+                self._prefixes.shrink(self.limits.cached_tokens - sum(answer.reserved for answer in self._running))
                 if self._running:
                     return not self._stopping
                 self._changed.wait()
             return False
+
+    def _drop_cancelled(self) -> None:
+        gone = [answer for answer in (*self._running, *self._waiting) if answer.cancelled]
+        for answer in gone:
+            self._release(answer)
+        if gone:
+            self._running = [answer for answer in self._running if not answer.cancelled]
+            self._waiting = deque(answer for answer in self._waiting if not answer.cancelled)
+            self._cancelled += len(gone)
 
     def _gather(self) -> None:
         """Wait until no request is on its way."""
@@ -202,13 +214,15 @@ class BatchEngine:
 
     def _step(self) -> None:
         answers = list(self._running)
-        tokens = self._next_tokens(answers)
         start = time.monotonic()
         try:
+            new = self._next_tokens(answers)
+            answers, tokens = list(new), list(new.values())
             logits = self._runner.step([answer.state for answer in answers], tokens)
             plain = [row for row, answer in enumerate(answers) if answer.how.plain]
             best = dict(zip(plain, most_likely(logits if len(plain) == len(answers) else logits[plain])))
         except (RuntimeError, MemoryError):  # out of memory, most likely: these answers are lost, later ones are not
+            self._prefixes.forget()
             self._end(answers, End("error"))
             return
         seconds = time.monotonic() - start
@@ -225,13 +239,25 @@ class BatchEngine:
             self._take(answer, token)
         self._fit_steps(self._prompt_tokens - read_before, seconds)
 
-    def _next_tokens(self, answers: Sequence[Answer]) -> list[Sequence[int]]:
-        """What the next step appends to each answer; new ones get a state."""
-        for answer in answers:
-            if answer.state is None:
-                answer.state = self._runner.new_sequence()
-        share = max(1, self._step_tokens // max(1, sum(answer.reads for answer in answers)))
-        return [answer.pending(share) for answer in answers]
+    def _next_tokens(self, answers: Sequence[Answer]) -> dict[Answer, Sequence[int]]:
+        """What the next step appends to each answer; not to new ones that wait for what another one reads."""
+        share = self._share(answers)
+        ready = [answer for answer in answers if answer.state is not None or self._begin(answer, share)]
+        share = self._share(ready)
+        return {answer: answer.pending(share) for answer in ready}
+
+    def _share(self, answers: Sequence[Answer]) -> int:
+        """How many tokens of its prompt each of these may read in the next step."""
+        return max(1, self._step_tokens // max(1, sum(answer.reads for answer in answers)))
+
+    def _begin(self, answer: Answer, share: int) -> bool:
+        begun = self._prefixes.begin(answer.prompt, share)
+        if begun is None:
+            return False
+        answer.state, answer.read = begun
+        answer.shared = answer.read
+        self._shared_tokens += answer.shared
+        return True
 
     def _fit_steps(self, read: int, seconds: float) -> None:
         """The next step reads as many tokens of prompts as `STEP_SECONDS` allow, if the last one read any."""
@@ -255,5 +281,11 @@ class BatchEngine:
         with self._changed:
             self._running = [answer for answer in self._running if answer not in answers]
         for answer in answers:
-            answer.state = None
+            self._release(answer)
             answer.deliver(end)
+
+    def _release(self, answer: Answer) -> None:
+        """It needs its state no more; later ones may begin with it."""
+        if answer.state is not None:
+            self._prefixes.end(answer.state, [*answer.prompt, *answer.tokens])
+            answer.state = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lancebill.errors import QueueFull
 from lancebill.serving.engine import Answer, BatchEngine, Event
@@ -64,6 +65,11 @@ class Generation:
             raise ApiError(429, "too many requests are waiting; try again later", None, "queue_full", "overloaded") \
                 from None  # fmt: skip
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were not read for this request; each prompt counts once, as in `prompt_tokens`."""
+        return sum(answer.shared for answer in self._answers[:: self.wanted.choices])
+
     async def pieces(self) -> AsyncIterator[Piece]:
         """New text of all answers as it arrives, until all have ended."""
         # Tokens whose text is not complete yet, and where it begins:
@@ -97,7 +103,12 @@ class Generation:
         self._engine.cancel(self._answers)
 
 
-def usage(generation: Generation) -> dict[str, int]:
+def usage(generation: Generation) -> dict[str, Any]:
     """OpenAI's counts of tokens."""
     prompt, generated = generation.prompt_tokens, generation.generated_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+    }

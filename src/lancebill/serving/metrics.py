@@ -35,6 +35,7 @@ class Metrics:
             ("gauge", "answers_running", "Answers that are being generated.", engine.running),
             ("gauge", "answers_waiting", "Answers in the queue.", engine.waiting),
             ("counter", "prompt_tokens_total", "Tokens of prompts that the model has read.", engine.prompt_tokens),
+            ("counter", "shared_prompt_tokens_total", "Prompt tokens taken from other answers.", engine.shared_tokens),
             ("counter", "generated_tokens_total", "Tokens that the model has generated.", engine.generated_tokens),
             ("counter", "answers_cancelled_total", "Answers ended by a stop string or their client.", engine.cancelled),
             ("counter", "steps_total", "Calls of the model.", engine.steps),

@@ -76,6 +76,11 @@ class SmallSteps(Protocol):
         ...
 
 
+def room(tokens: int) -> int:
+    """How many tokens a sequence of so many gets memory for."""
+    return max(FIRST_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
 class KeysValues:
     """The keys and values of one sequence, for all layers of a model."""
 
@@ -83,6 +88,25 @@ class KeysValues:
         self.length = 0  # tokens of completed steps
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._addresses: Any = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return next((int(keys.shape[2]) for keys, _ in self._layers.values()), 0)
+
+    @torch.inference_mode()
+    def beginning(self, count: int, capacity: int) -> KeysValues:
+        """A copy of the first `count` tokens, with memory for `capacity`."""
+
+        def copied(stored: Tensor) -> Tensor:
+            own = stored.new_empty(1, stored.shape[1], capacity, stored.shape[3])
+            own[:, :, :count] = stored[:, :, :count]
+            return own
+
+        copy = KeysValues()
+        copy.length = count
+        copy._layers = {layer: (copied(keys), copied(values)) for layer, (keys, values) in self._layers.items()}
+        return copy
 
     def reserve(self, shapes: Sequence[KeysShape], dtype: torch.dtype, end: int) -> tuple[int, int]:
         """Make room for `end` tokens: the capacity, and the address of the array of all addresses."""
@@ -113,8 +137,7 @@ class KeysValues:
         return stored
 
     def _grown(self, old: Tensor | None, new: Tensor, end: int) -> Tensor:
-        capacity = max(FIRST_CAPACITY, 1 << (end - 1).bit_length())
-        larger = new.new_empty(1, new.shape[1], capacity, new.shape[3])
+        larger = new.new_empty(1, new.shape[1], room(end), new.shape[3])
         if old is not None:
             larger[:, :, : self.length] = old[:, :, : self.length]
         return larger
@@ -199,14 +222,24 @@ class RaggedModel:
 
     def __init__(self, model: Any, small: SmallSteps | None = None) -> None:
         self.model, self.small = model, small
+        self._changes = 0
 
     def new_sequence(self) -> KeysValues:
         return KeysValues()
 
+    def version(self) -> tuple[int, str]:
+        """Changes when keys and values of earlier steps may not be those that the model would compute now.
+
+        Changed weights are noticed as long as there are small steps, which then end.
+        """
+        if self.small is not None and not self.small.current():
+            self.small, self._changes = None, self._changes + 1
+        return self._changes, str(self.model.device)
+
     @torch.inference_mode()
     def step(self, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]) -> Tensor:
-        if self.small is not None and any(sequence.length == 0 for sequence in sequences) and not self.small.current():
-            self.small = None  # the model was moved or changed
+        if any(sequence.length == 0 for sequence in sequences):
+            self.version()  # the model may have been moved or changed
         if self.small is not None and sum(map(len, tokens)) <= self.small.most_tokens:
             return self._small_step(self.small, sequences, tokens)
         device, counts = self.model.device, [len(each) for each in tokens]

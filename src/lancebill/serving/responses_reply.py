@@ -74,7 +74,7 @@ class ResponsesReply:
             "output": [self._message(text, status)],
             "usage": {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": generation.cached_tokens},
                 "output_tokens": generated,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + generated,
