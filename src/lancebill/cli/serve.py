@@ -17,6 +17,14 @@ from lancebill.errors import SpecError
 STOP_SECONDS = 1.0  # for the step under way when the server ends
 DEFAULTS = {"backend": "auto", "moves": "off"}  # those of the other options are None
 
+KeptTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kept-tokens", min=0, show_default=False,
+        help="Tokens of ended answers kept for prompts that start equally; 8192 by default, 0: none.",
+    ),
+]  # fmt: skip
+
 
 def serve(
     context: typer.Context,
@@ -45,6 +53,7 @@ def serve(
         int | None,
         typer.Option("--max-model-len", min=1, help="Tokens of prompt and answer.", show_default=False),
     ] = None,
+    kept_tokens: KeptTokens = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="The key that clients must send.", show_default=False)
     ] = None,
@@ -64,8 +73,9 @@ def serve(
         given |= {"moves": moves, "cpu_threads": cpu_threads, "weights": weights, "activations": activations}
         options = {name: value for name, value in given.items() if value is not None and value != DEFAULTS.get(name)}
         if chosen is Engine.vllm:
-            if rest is not None:
-                raise SpecError("only the transformers engine takes this", got="--rest", hint="--engine transformers")
+            for option, value in (("--rest", rest), ("--kept-tokens", kept_tokens)):
+                if value is not None:
+                    raise SpecError("only the transformers engine takes this", got=option, hint="--engine transformers")
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
             words += [] if api_key is None else ["--api-key", api_key]
@@ -74,7 +84,8 @@ def serve(
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
             options |= {"device": device or "cpu", "dtype": dtype, "weights": models.with_rest(weights, rest)}
-            _serve_with_transformers(path, revision, host, port, model_name, length, api_key, options)
+            limits = {"context": length, "kept_tokens": kept_tokens}
+            _serve_with_transformers(path, revision, host, port, model_name, limits, api_key, options)
 
 
 def _serve_with_vllm(path: Path, revision: str | None, options: dict[str, Any], words: list[str]) -> None:
@@ -92,7 +103,7 @@ def _serve_with_transformers(
     host: str,
     port: int,
     name: str,
-    length: int | None,
+    limits: dict[str, int | None],
     api_key: str | None,
     options: dict[str, Any],
 ) -> None:
@@ -106,7 +117,7 @@ def _serve_with_transformers(
 
     out = ui.console(error=True)
     models.announce(path, model, out)
-    app, how = start(name, model, tokenizer, context=length, api_key=api_key, small=models.small_steps(model))
+    app, how = start(name, model, tokenizer, **limits, api_key=api_key, small=models.small_steps(model))
     out.print(f"  {how}", soft_wrap=True)
     out.print(f"serving [bold]{escape(name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
     out.print(f"  a chat page is on http://{host}:{port}", soft_wrap=True)

@@ -16,12 +16,15 @@ LONGEST_CONTEXT = 32768  # by default: keys and values of longer ones may not fi
 
 
 def start(
-    name: str, model: Any, tokenizer: Any, *, context: int | None = None, api_key: str | None = None,
-    small: SmallSteps | None = None,
+    name: str, model: Any, tokenizer: Any, *, context: int | None = None, kept_tokens: int | None = None,
+    api_key: str | None = None, small: SmallSteps | None = None,
 ) -> tuple[App, str]:  # fmt: skip
     """The application with its engine running, and one line about how it runs. `small` is tried for small steps."""
     text_config = model.config.get_text_config()
-    limits = Limits(min(context or LONGEST_CONTEXT, longest_context(model.config)))
+    limits = Limits(
+        min(context or LONGEST_CONTEXT, longest_context(model.config)),
+        kept_tokens=Limits.kept_tokens if kept_tokens is None else kept_tokens,
+    )
     metrics, chosen = Metrics(), runner(model, small)
     engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))

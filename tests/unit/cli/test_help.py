@@ -48,6 +48,7 @@ answer(2, "tune", "--shape", "8,64,64,2", "--tokens", "many")
 answer(2, "kernels", "build", "--arch", "sm_70")
 answer(2, "explain", "--shape", "8,64,64,2", "--weights", "mxfp4", "--device", "sm_99x")
 answer(2, "serve", ".", "--api-key", "")
+answer(2, "serve", ".", "--kept-tokens", "-1")
 answer(2, "bench-serve", "http://localhost:1/v1", "--odd")
 for wrong in (["--device", "tpu"], ["--dtype", "foo"], ["--gpu-memory", "3GiB"], ["--temperature", "nan"]):
     answer(2, "generate", ".", "w1", *wrong)

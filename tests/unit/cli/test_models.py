@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from lancebill.cli import bench_serve, chat, models, serve
 from lancebill.cli.answering import AnswerOptions
+from lancebill.cli.engines import Engine
 from lancebill.cli.main import app
 from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.evaluate.run import Variant
@@ -102,10 +103,19 @@ def test_answer_options_are_numbers() -> None:
 
 
 def test_the_server_passes_on_all_but_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    passed: list[dict[str, Any]] = []
-    monkeypatch.setattr(serve, "_serve_with_transformers", lambda *given: passed.append(given[-1]))
+    passed: list[Any] = []
+    monkeypatch.setattr(serve, "_serve_with_transformers", lambda *given: passed.append((given[5], given[-1])))
     words = ["serve", str(tmp_path), "--engine", "transformers"]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert CliRunner().invoke(app, [*words, "--backend", "auto", "--moves", "off", "--order", "off"]).exit_code == 0
-    usual = {"device": "cpu", "dtype": "auto", "weights": None}
-    assert passed == [usual, {**usual, "order": "off"}]
+    assert CliRunner().invoke(app, [*words, "--kept-tokens", "0", "--max-model-len", "9"]).exit_code == 0
+    usual, none = {"device": "cpu", "dtype": "auto", "weights": None}, {"context": None, "kept_tokens": None}
+    assert passed == [(none, usual), (none, {**usual, "order": "off"}), ({"context": 9, "kept_tokens": 0}, usual)]
+
+
+@pytest.mark.parametrize("option", ["--rest", "--kept-tokens"])
+def test_what_vllm_does_not_take(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(serve, "chosen_engine", lambda *_: (Engine.vllm, "engine: vLLM"))
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), option, "0"])
+    shown = " ".join(done.output.split())
+    assert done.exit_code == 2 and "only the transformers engine takes this" in shown and option in shown
