@@ -7,14 +7,17 @@ Without `--model` the model has random weights, with experts in MXFP4 and all el
 milliseconds of one native step with so many sequences, in turns. `prompts` are those of the first step of one and of
 several prompts, native and of the model's own operators, and `most_tokens` up to how many tokens native ones are used;
 `split` says what takes the time of each native step. `served` is what `lancebill bench-serve` measures, with one stream
-and with several in turns, of `lancebill serve` on as many threads; prompts have 16 words. In `first_token` the last
-first token of several streams is compared with the first one of the same streams, and with that of a stream alone.
-`long_prompt` has the largest time between two tokens of streams under way while a long prompt is read.
+and with several in turns, of `lancebill serve` on as many threads. Prompts have 16 words; each differs in its
+first ones from all before, so that throughput owes nothing to starts that the server has read for an earlier one (but
+for what a model's chat template writes before them). In `first_token` the last first token of several streams is
+compared with the first one of the same streams, and with that of a stream alone. `long_prompt` has the largest time
+between two tokens of streams under way while a long prompt is read.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -38,6 +41,7 @@ from lancebill.cli.convert import run_conversion, target_of
 from lancebill.cli.engines import running_server
 from lancebill.cli.models import small_steps
 from lancebill.errors import LaunchError
+from lancebill.evaluate.load import WORDS as PROMPT_WORDS
 from lancebill.evaluate.load import Load, Request, Server, run_load, send
 from lancebill.integrations.transformers.native_decoder import NativeDecoder
 from lancebill.integrations.transformers.native_limit import NO_LIMIT
@@ -125,8 +129,10 @@ def model_folder(given: Path | None) -> Iterator[Path]:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token for each word."""
-    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    """One token for each word; those of prompts are different ones."""
+    words = ["w0", "w1", *PROMPT_WORDS.split()]
+    words += [f"w{i}" for i in range(len(words), VOCABULARY)]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w1"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -232,12 +238,13 @@ def served(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """What bench-serve says of one stream and of several, and how much more several give."""
     runs: dict[int, list[dict[str, Any]]] = {streams: [] for streams in (1, *chosen.streams)}
     with running_server([str(folder), "--engine", "transformers", "--device", "cpu"]) as url:
-        run_load(url, Load(WORDS, 8, max(runs), max(runs)))  # warm-up
-        for turn in range(chosen.turns):
+        seeds = itertools.count()  # each gives other prompts
+        run_load(url, Load(WORDS, 8, max(runs), max(runs), next(seeds)))  # warm-up
+        for _ in range(chosen.turns):
             for streams, found in runs.items():
-                found.append(run_load(url, Load(WORDS, chosen.tokens, streams, streams, seed=turn)))
+                found.append(run_load(url, Load(WORDS, chosen.tokens, streams, streams, next(seeds))))
                 print(json.dumps(found[-1]), flush=True)
-        beside = long_prompt(url, chosen.long_prompt)
+        beside = long_prompt(url, chosen.long_prompt, seeds)
     rate = {streams: statistics.median(run["tokens_per_second"] for run in found) for streams, found in runs.items()}
     return {
         "tokens_per_second": {str(streams): round(found, 2) for streams, found in rate.items()},
@@ -259,7 +266,7 @@ def first_tokens(several: list[dict[str, Any]], alone: list[dict[str, Any]]) -> 
     }
 
 
-def long_prompt(url: str, words: int) -> dict[str, Any]:
+def long_prompt(url: str, words: int, seeds: Iterator[int]) -> dict[str, Any]:
     """Streams under way while a long prompt is read: the largest gap between two of their tokens."""
     server = Server(url)
     model, found = server.model(), list[Request]()
@@ -267,11 +274,11 @@ def long_prompt(url: str, words: int) -> dict[str, Any]:
     def follow(seed: int) -> None:
         found.append(send(server, model, Load(WORDS, 1, 1, 1, seed).prompt(0), BESIDE_TOKENS))
 
-    threads = [threading.Thread(target=follow, args=[seed], daemon=True) for seed in range(BESIDE)]
+    threads = [threading.Thread(target=follow, args=[seed], daemon=True) for seed in itertools.islice(seeds, BESIDE)]
     for thread in threads:
         thread.start()
     time.sleep(BESIDE_SECONDS)
-    long = send(server, model, Load(words, 1, 1, 1).prompt(0), 1)
+    long = send(server, model, Load(words, 1, 1, 1, next(seeds)).prompt(0), 1)
     for thread in threads:
         thread.join()
     before, during = list[float](), list[float]()
