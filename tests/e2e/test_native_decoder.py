@@ -17,6 +17,7 @@ import tiny  # noqa: E402
 
 from lancebill import from_pretrained  # noqa: E402
 from lancebill.backends.cpu.native import library  # noqa: E402
+from lancebill.integrations.transformers import native_decoder as native_decoders  # noqa: E402
 from lancebill.integrations.transformers.native_decoder import NativeDecoder, native_decoder  # noqa: E402
 from lancebill.serving.ragged import RaggedModel, runner  # noqa: E402
 
@@ -74,6 +75,25 @@ def test_every_step_gives_the_logits_of_the_model(
     for (tokens, order), want in zip(steps, expected):
         got = chosen.step([sequences[which] for which in order], tokens)
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4 * float(want.abs().max()))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}  # other angles for all positions of a long sequence
+
+
+@pytest.mark.parametrize("rotary", [{"rope_type": "default"}, YARN, DYNAMIC], ids=lambda rotary: rotary["rope_type"])
+def test_angles_are_those_of_the_model(rotary: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_decoders, "FIRST_ANGLES", 4)
+    model = load("mixtral", {"rope_parameters": {"rope_theta": 100.0, **rotary}}, tmp_path, monkeypatch)
+    decoder = native_decoder(model)
+    assert isinstance(decoder, NativeDecoder) and decoder.current()
+    for positions in ([0], [3, 1, 2], [4], [200, 7], [199, 255], [256, 0]):
+        want = decoder.angles(decoder.x, torch.tensor([positions]))
+        for found, expected in zip(decoder._rotation(positions), want):
+            torch.testing.assert_close(found, expected[0].float(), rtol=1e-6, atol=1e-6)
+    if rotary is not DYNAMIC:
+        decoder.angles.register_buffer("inv_freq", 2 * decoder.angles.inv_freq, persistent=False)
+        assert not decoder.current(), "the table is of the old ones"
 
 
 def test_longer_steps_are_computed_by_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,14 @@ from lancebill.moe.router_tensors import RouterTensors
 
 MOST_ROWS = 256  # tokens of a call: each reads and expands all weights
 ALWAYS_NATIVE = 64  # tokens for which native steps never take longer
+# Beside a native step torch computes on one thread only: others of its threads would spin for milliseconds afterwards,
+# on cores that those of the step need.
+ONE_THREAD = 1 << 14  # numbers: torch copies and converts so many on one thread
+FIRST_ANGLES = 256  # positions in the first table; doubled whenever it is used up
 _KNOWN = {"dropout", "scaling", "sliding_window"}  # what an attention passes on that a native step follows
 _GATED = ("gate_proj", "up_proj", "down_proj")
+# Kinds of rotary positions whose angles follow from the position alone; those of others depend on the longest sequence.
+_FIXED_ANGLES = {"default", "linear", "llama3", "yarn"}
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,14 @@ class NativeDecoder:
         angles = rotary_angles(model)
         if angles is None:
             raise UnsupportedProblem("a model without rotary positions")
-        self.angles = angles
+        self.angles, self._table = angles, (torch.empty(0), torch.empty(0))
+        rotary = model.config.get_text_config().to_dict().get("rope_parameters") or {}
+        self._fixed_angles = rotary.get("rope_type") in _FIXED_ANGLES
+        if self._fixed_angles:
+            self._used.append((lambda: angles.inv_freq, angles.inv_freq))
         self.embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.x, self.cache_type = self.program.buffer("x", final.weight.shape[0]), final.weight.dtype
-        self._angles = int(self._rotation(torch.zeros(1, dtype=torch.int64))[0].shape[-1])
+        self._angles = int(self._rotation([0])[0].shape[-1])
         usual = next((p.experts.problem.activation for _, p in packed_experts(model) if p.experts is not None), None)
         self.caches = [self._layer(layer, usual or Activation()) for layer in self.layers]
         normed = self.program.buffer("normed", self.x.shape[1])
@@ -95,11 +105,16 @@ class NativeDecoder:
         picks: Sequence[int],
     ) -> Tensor:  # fmt: skip
         """The same for as many tokens as the buffers hold."""
-        count = len(ids)
-        self.x[:count] = self.embedding(torch.tensor(ids, device="cpu"))
-        cos, sin = self._rotation(torch.tensor(positions, device="cpu"))
+        self._embed(torch.tensor(ids, device="cpu"))
+        cos, sin = self._rotation(positions)
         self.program.run(DecodeRows(cos, sin, positions, capacities, caches, self.cache_type, picks))
-        return self.logits[: len(picks)].clone()
+        return torch.from_numpy(self.logits[: len(picks)].numpy().copy())  # torch would use its threads
+
+    def _embed(self, ids: Tensor) -> None:
+        few = max(1, ONE_THREAD // self.x.shape[1])
+        for first in range(0, len(ids), few):
+            part = ids[first : first + few]
+            self.x[first : first + len(part)] = self.embedding(part)
 
     def current(self) -> bool:
         """Whether the weights are still where the steps read them, and computed with in the same way."""
@@ -111,7 +126,17 @@ class NativeDecoder:
         found = native_limit.most_tokens(self.program.native, self.layers, self.cache_type, saved)
         self.most_tokens = max(ALWAYS_NATIVE, found)
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, from a table where possible: torch computes those of a few rows on several threads."""
+        if not self._fixed_angles:
+            return self._computed_angles(torch.tensor(positions, device="cpu"))
+        if max(positions) >= len(self._table[0]):
+            end = max(FIRST_ANGLES, 1 << max(positions).bit_length())
+            self._table = self._computed_angles(torch.arange(end, device="cpu"))
+        rows = torch.tensor(positions, device="cpu")
+        return self._table[0][rows], self._table[1][rows]
+
+    def _computed_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.angles(self.x, positions.unsqueeze(0))
         return cos[0].float().contiguous(), sin[0].float().contiguous()
 
