@@ -16,7 +16,7 @@ from lancebill.backends.base import Executor, TensorTable
 from lancebill.errors import LaunchError
 from lancebill.layer.check_tensors import FLOATS
 from lancebill.layer.compiled_op import add_layer
-from lancebill.moe.device import Device, parse_device
+from lancebill.moe.device import parse_device
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Problem
 
@@ -97,29 +97,37 @@ class PackedModule(nn.Module):
             self._parameters.pop(f"{matrix}_{name}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        """Move, then select a backend for the new device and repack if its layout differs."""
+        """Move. First select a backend for the new device, and repack into its memory if the layout differs."""
+        to = fn(self.tag).device
+        if to.type != "meta":  # where nothing is computed
+            self._choose_for(to)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before, device = self.choice, _device_of(self)
-        if device is None or device == before.device:
-            return self
-        self.choice, self._executor = oracle.select(before.problem, device, before.requested), None
-        old = before.backend.layout(before.problem)
-        if self.layout != old:
-            self._repack(old)
         return self
 
-    def _repack(self, old: Layout) -> None:
-        """Convert from layout `old` through the canonical form, some experts at a time. Input scales have no layout."""
-        new, packed = self.layout, self.packed
+    def _choose_for(self, to: torch.device) -> None:
+        before, device = self.choice, parse_device(str(to))
+        if device == before.device:
+            return
+        choice, old = oracle.select(before.problem, device, before.requested), self.layout
+        new = choice.backend.layout(before.problem)
+        if new != old:
+            self._repack(old, new, to)
+        self.choice, self._executor = choice, None
+
+    def _repack(self, old: Layout, new: Layout, to: torch.device) -> None:
+        """Convert to another layout through the canonical form, some experts at a time, and matrix by matrix: then no
+        device holds more than its own form and one matrix of the other. A GPU unpacks much faster than a CPU. Input
+        scales have no layout."""
+        packed = self.packed
         for matrix, shape in self.problem.matrices.items():
-            source = packed[matrix]
-            device = next(iter(source.values())).device
-            fresh = new.allocate(shape, self.problem.experts, device)
+            source = packed.pop(matrix)
+            at = next(iter(source.values())).device
+            fresh, work = new.allocate(shape, self.problem.experts, to), to if to.type == "cuda" else at
             step = max(1, REPACK_BYTES // (shape.n * shape.k))
-            for first in range(0, self.problem.experts, step):
+            for first in range(0, 0 if at.type == "meta" else self.problem.experts, step):
                 some = slice(first, first + step)
-                weights = old.unpack(shape, {name: t[some] for name, t in source.items()})
-                new.pack(shape, weights, {name: t[some] for name, t in fresh.items()})
+                weights = old.unpack(shape, {name: t[some].to(work) for name, t in source.items()})
+                new.pack(shape, weights.to(to), {name: t[some] for name, t in fresh.items()})
             fresh |= {name: t for name, t in source.items() if name not in old.storage(shape)}
             self._unregister(matrix)
             self._register(matrix, fresh)
@@ -135,9 +143,3 @@ class PackedModule(nn.Module):
         weight = next(iter(self._parameters.values()))
         if weight is not None and x.device != weight.device:
             raise LaunchError("the input is on another device than the layer", expected=weight.device, got=x.device)
-
-
-def _device_of(module: nn.Module) -> Device | None:
-    """The device of the parameters; None for meta tensors, which compute nothing."""
-    where = next(module.parameters()).device
-    return None if where.type == "meta" else parse_device(str(where))

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lancebill.backends import oracle
 from lancebill.backends.registry import registry
@@ -27,6 +28,7 @@ from lancebill.layer import packed_module
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.device import Device
+from lancebill.moe.layout import Layout, MatrixShape, Packed
 from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.conformance import all_examples
 from lancebill.testing.layers import layer_problem, make_layer, routing
@@ -183,7 +185,7 @@ def test_a_layer_that_moves_during_a_refit(tmp_path: Path, monkeypatch: pytest.M
     before = [name for name in tensors if ".experts.0." in name or ".experts.1." in name]
     layer.load_weights((name, tensors[name]) for name in before)
     gpu = Device("cuda", 75)  # older than our GPU kernels
-    monkeypatch.setattr(packed_module, "_device_of", lambda module: gpu)
+    monkeypatch.setattr(packed_module, "parse_device", lambda name: gpu)
     layer.to("cpu")
     assert layer.choice.backend.name == "reference"
     layer.load_weights((name, tensor) for name, tensor in tensors.items() if name not in before)
@@ -193,6 +195,32 @@ def test_a_layer_that_moves_during_a_refit(tmp_path: Path, monkeypatch: pytest.M
     ids, weights = torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32), torch.full((3, 2), 0.5)
     want = fresh_layer(x, topk_ids=ids, topk_weights=weights)
     assert torch.equal(layer(x, topk_ids=ids, topk_weights=weights), want)
+
+
+def test_a_moved_layer_is_repacked_matrix_by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From our GPUs' layout to the CPU's: the same bits as packed at once. When a matrix gets its new memory, those
+    before it have given up their old one."""
+    problem = layer_problem("mxfp4", "bf16", hidden=128, intermediate=64, experts=4, top_k=2)
+    sample, cpu = make_layer(problem, "hopper", "cpu"), oracle.select(problem, "cpu")
+    old, new = sample.backend.layout(problem), cpu.backend.layout(problem)
+    want = {}
+    for matrix, shape in problem.matrices.items():
+        want[matrix] = new.allocate(shape, 4, torch.device("cpu"))
+        new.pack(shape, old.unpack(shape, sample.weights[matrix]), want[matrix])
+    layer = RoutedExperts(LayerParts(cpu, {m: dict(tensors) for m, tensors in sample.weights.items()}))
+    storages = {name: StorageWeakRef(parameter.untyped_storage()) for name, parameter in layer.named_parameters()}
+    del sample
+    alive: list[set[str]] = []
+    original = type(new).allocate
+
+    def allocate(self: Layout, shape: MatrixShape, experts: int, device: torch.device) -> Packed:
+        alive.append({name.split("_")[0] for name, storage in storages.items() if not storage.expired()})
+        return original(self, shape, experts, device)
+
+    monkeypatch.setattr(type(new), "allocate", allocate)
+    layer._repack(old, new, torch.device("cpu"))
+    assert alive == [{"w13", "w2"}, {"w2"}]
+    assert all(torch.equal(layer.packed[m][name], tensor) for m in want for name, tensor in want[m].items())
 
 
 def test_a_layer_loaded_with_a_progress_bar_can_be_copied(tmp_path: Path) -> None:
