@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from lancebill.checkpoint.load.expert_weights import pack_experts
 from lancebill.checkpoint.load.layer_plan import LayerPlan
 from lancebill.checkpoint.load.load_experts import load_matrices, reads_of_experts
+from lancebill.checkpoint.load.scratch import Scratch
 from lancebill.checkpoint.load.slice_sizes import (
     PIECES,
     READERS,
@@ -23,6 +25,7 @@ from lancebill.checkpoint.load.slice_sizes import (
     pinned_step,
     read_ahead,
     read_step,
+    scratch_bytes,
     slices_of,
     step_for,
     workers_for,
@@ -98,7 +101,8 @@ class _Work:
         plan, device = self.plan, self.reader.device
         if not self.reader.asynchronous:
             slices = slices_of(slots, step_for(plan, device))
-            yield from map_in_order(self._fill_as_usual, slices, workers_for(plan, len(slices)))
+            fill = partial(self._fill_reusing, Scratch(scratch_bytes(plan, device)))
+            yield from map_in_order(fill, slices, workers_for(plan, len(slices)))
         elif source is TensorSource.FILES:
             ahead = PIECES * (read_ahead(plan, device) - 1)  # they begin inside a slice
             for piece, _ in map_in_order(self._fetch, self._pieces(slots), READERS, ahead):
@@ -109,16 +113,25 @@ class _Work:
             step = held_step(plan) if source is TensorSource.DEVICE else pinned_step(plan, device)
             yield from ((each, self._fill_as_usual(each)) for each in slices_of(slots, step))
 
-    def fill(self, slots: Slots) -> list[tuple[str, Loss]]:
+    def fill(self, slots: Slots, scratch: Scratch | None = None) -> list[tuple[str, Loss]]:
         cost: list[tuple[str, Loss]] = []
         for weights in load_matrices(self.read, self.plan, self._experts(slots), lambda *loss: cost.append(loss)):
             pack_experts(self.plan, self.layout, weights, self.packed, slots)
             del weights  # their memory is free for the next matrix
+            if scratch is not None:
+                scratch.clear()
         return cost
+
+    def _fill_reusing(self, scratch: Scratch, slots: Slots) -> Filled:
+        """On a CPU. Matrices that are loaded one by one are rounded or reordered: what was read of one is not kept."""
+        if self.plan.one_by_one:
+            return self.fill(slots), None
+        with scratch.used():
+            return self.fill(slots, scratch), None
 
     def _fill_as_usual(self, slots: Slots) -> Filled:
         """Also a flag on the device: whether something was not as usual, so that the slice must be filled again."""
-        if not self.reader.asynchronous or self.plan.one_by_one:
+        if self.plan.one_by_one:
             return self.fill(slots), None
         with assuming() as flags:
             cost = self.fill(slots)

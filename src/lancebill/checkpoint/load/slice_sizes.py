@@ -62,6 +62,11 @@ def workers_for(plan: LayerPlan, slices: int) -> int:
     return min(slices, max(2, min(torch.get_num_threads(), WORKING_BYTES // each))) or 1
 
 
+def scratch_bytes(plan: LayerPlan, device: torch.device) -> int:
+    """About the most that is read of a slice on a CPU, at a byte for each code: pages that are not used are free."""
+    return step_for(plan, device) * expert_bytes(plan)
+
+
 def read_ahead(plan: LayerPlan, device: torch.device) -> int:
     """How many slices are read for a GPU, or wait to be packed."""
     buffers = -(-read_step(plan, device) * _packed_bytes(plan) // BUFFER_BYTES) or 1

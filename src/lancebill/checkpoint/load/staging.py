@@ -178,12 +178,12 @@ def _read_together(read: Reader, reads: Sequence[Read]) -> Tensor | list[Tensor]
 
     def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if not together:
-            together.append(torch.empty((len(reads), *shape), dtype=dtype))
+            together.append(before((len(reads), *shape), dtype))
             places.extend(together[0].unbind())
         place = places[len(found)]
-        return place if place.shape == tuple(shape) and place.dtype == dtype else torch.empty(shape, dtype=dtype)
+        return place if place.shape == tuple(shape) and place.dtype == dtype else before(shape, dtype)
 
-    with reading_into(allocate):
+    with reading_into(allocate) as before:
         for name, index in reads:
             found.append(read(name, index))
     return together[0] if places and all(map(Tensor.is_set_to, found, places)) else found

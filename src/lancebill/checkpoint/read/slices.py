@@ -38,13 +38,13 @@ _memory = _Memory()
 
 
 @contextmanager
-def reading_into(allocate: Allocate) -> Iterator[None]:
-    """Inside, what this thread reads from files goes to memory of `allocate`."""
-    _memory.allocate = allocate
+def reading_into(allocate: Allocate) -> Iterator[Allocate]:
+    """Inside, what this thread reads from files goes to memory of `allocate`. Yields where it went before."""
+    before, _memory.allocate = _memory.allocate, allocate
     try:
-        yield
+        yield before
     finally:
-        _memory.allocate = _new_tensor
+        _memory.allocate = before
 
 
 def read_slice(descriptor: int, info: TensorInfo, index: Index = ()) -> Tensor:

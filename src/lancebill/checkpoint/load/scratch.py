@@ -1,0 +1,53 @@
+"""Memory that a thread reads into again and again.
+
+If each read had memory of its own, the allocator would keep much of what is free again: a loaded model would come with
+the pages of the largest slices of all threads, in pieces that fit nothing. This memory comes from the system and goes
+back to it as a whole, and it stays in the caches, where the next read finds it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.read.slices import reading_into
+
+_ALIGNED = 256
+
+
+class Scratch(threading.local):
+    """A buffer for each thread that uses it, until it ends. Pages that nothing was read into take no memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._used = size, 0
+        self._buffer: Tensor | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, what this thread reads from files goes to its buffer, and what does not fit to new memory."""
+        self.clear()
+        with reading_into(self._allocate):
+            yield
+
+    def clear(self) -> None:
+        """What was read is no longer needed: the next reads may be written over it."""
+        self._used = 0
+
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        start, size = self._used, torch.Size(shape).numel() * dtype.itemsize
+        if not size or start + size > self._size:
+            return torch.empty(shape, dtype=dtype)
+        if self._buffer is None:
+            self._buffer = _system_memory(self._size)
+        self._used = -(-(start + size) // _ALIGNED) * _ALIGNED
+        return self._buffer[start : start + size].view(dtype).view(tuple(shape))
+
+
+def _system_memory(size: int) -> Tensor:
+    """Bytes that no other process shares, and that go back to the system when the tensor is freed."""
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
