@@ -1,13 +1,11 @@
 """Memory that a thread reads into again and again.
 
-If each read had memory of its own, the allocator would keep much of what is free again: a loaded model would come with
-the pages of the largest slices of all threads, in pieces that fit nothing. This memory comes from the system and goes
-back to it as a whole, and it stays in the caches, where the next read finds it.
+If each read had memory of its own, the C library would keep much of what is free again: a loaded model would come with
+the largest slices of all threads, in pieces that fit nothing.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.read.slices import reading_into
+from lancebill.checkpoint.read.system_memory import system_memory
 
 _ALIGNED = 256
 
@@ -43,11 +42,6 @@ class Scratch(threading.local):
         if not size or start + size > self._size:
             return torch.empty(shape, dtype=dtype)
         if self._buffer is None:
-            self._buffer = _system_memory(self._size)
+            self._buffer = system_memory(self._size)
         self._used = -(-(start + size) // _ALIGNED) * _ALIGNED
         return self._buffer[start : start + size].view(dtype).view(tuple(shape))
-
-
-def _system_memory(size: int) -> Tensor:
-    """Bytes that no other process shares, and that go back to the system when the tensor is freed."""
-    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

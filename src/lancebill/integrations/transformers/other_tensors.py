@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.slices import reading_into
+from lancebill.checkpoint.read.system_memory import large_from_system
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules
 from lancebill.integrations.transformers.stored_matrix import StoredMatrix
@@ -28,7 +30,9 @@ class LazyTensor:
     read: Callable[[], Tensor]
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        return self.read()
+        """Called by threads of transformers. What they allocate, they would not give back when it is converted."""
+        with reading_into(large_from_system):
+            return self.read()
 
 
 def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype) -> dict[str, LazyTensor]:
