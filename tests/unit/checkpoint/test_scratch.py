@@ -16,6 +16,7 @@ from lancebill.checkpoint.load.scratch import Scratch
 from lancebill.checkpoint.load.slice_sizes import scratch_bytes
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.slices import Index, reading_into
+from lancebill.checkpoint.read.system_memory import large_from_system
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.formats import registry
@@ -104,3 +105,28 @@ def test_slices_that_share_memory_are_packed_alike(
         assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
         if size > 1 << 10:
             assert len(seen) > len(set(seen)) == len({thread for thread, _ in seen}), "one buffer for each thread"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
+def test_memory_of_its_own_goes_back_at_once() -> None:
+    """Also if a thread that has ended allocated it, and other memory is in use behind it."""
+    made: list[Tensor] = []
+
+    def allocate() -> None:
+        for _ in range(16):
+            made.append(large_from_system((2 << 20, 2), torch.bfloat16).fill_(1))
+            made.append(large_from_system((16,), torch.bfloat16).fill_(1))  # small ones are on the heap
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    before = _resident()
+    large, made[:] = made[::2], made[1::2]
+    assert all(each.shape == (2 << 20, 2) and bool((each == 1).all()) for each in large)
+    del large
+    assert before - _resident() > 100 << 20
+
+
+def _resident() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
