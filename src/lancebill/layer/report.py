@@ -42,9 +42,10 @@ class LoadReport:
         return 0 if self.host is None else self.host.bytes
 
     def __str__(self) -> str:
+        rate = self.bytes / 1e9 / max(self.seconds, 1e-9)
         lines = [
             f"layer {self.layer}: {self.format} ({self.family}), {self.counted} experts, "
-            f"{self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s"
+            f"{self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s ({rate:.2f} GB/s)"
         ]
         for name, kept in self.kept.items():
             how = kept if kept == self.stored[name] else f"{self.stored[name]} -> {kept}"

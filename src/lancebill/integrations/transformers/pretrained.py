@@ -10,7 +10,9 @@ matrix is quantised. transformers handles everything else (names, tied weights, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -28,6 +30,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.read.config import QUANT_SECTIONS
@@ -136,8 +139,9 @@ def from_pretrained(
     the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
     `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU, `gpu_experts` those of each layer: the others stay in
     host memory, computed by `cpu_threads` threads of the CPU (docs/hybrid.md). `moves` "recency" keeps those on the
-    GPU that were used last. `progress` is called with the bytes of experts packed so far and in all. Other keywords are
-    passed to transformers' `from_pretrained` (attn_implementation, ...).
+    GPU that were used last. `progress` is called with the bytes of experts packed so far and in all; without it there
+    is transformers' progress bar. Other keywords are passed to transformers' `from_pretrained`
+    (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -201,7 +205,7 @@ def reload_experts(model: Any, **changes: Any) -> None:
 
 
 def load_experts(model: nn.Module, experts: Mixtures, progress: Callable[[int, int], None] | None = None) -> None:
-    """Load the experts of all layers, one layer after the other."""
+    """Load the experts of all layers, one layer after the other. Without `progress` transformers' own bar shows it."""
     places = dict(packed_experts(model))
     missing = [name for name, place in places.items() if place.index not in experts[place.mixture].layers]
     if missing:
@@ -209,13 +213,17 @@ def load_experts(model: nn.Module, experts: Mixtures, progress: Callable[[int, i
     wanted = dict.fromkeys((place.index, place.mixture) for place in places.values())  # without further predictors
     sizes = {(index, mixture): experts[mixture].recipe(index).bytes for index, mixture in wanted}
     done, total = 0, sum(sizes.values())
-    for index, mixture in wanted:
-        done += sizes[index, mixture]
-        layer = experts[mixture].layer(index)
-        for place in (place for place in places.values() if (place.index, place.mixture) == (index, mixture)):
-            place.experts = layer
-        if progress is not None:
-            progress(done, total)
+    bar = partial(logging.tqdm, total=total, desc="Loading experts", unit="B", unit_scale=True)
+    with bar() if progress is None else nullcontext() as shown:
+        for index, mixture in wanted:
+            done += sizes[index, mixture]
+            layer = experts[mixture].layer(index)
+            for place in (place for place in places.values() if (place.index, place.mixture) == (index, mixture)):
+                place.experts = layer
+            if progress is not None:
+                progress(done, total)
+            elif shown is not None:
+                shown.update(sizes[index, mixture])
 
 
 def packed_class(base: type[PreTrainedModel]) -> Any:
