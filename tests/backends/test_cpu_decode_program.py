@@ -103,6 +103,41 @@ def test_a_row_does_not_depend_on_the_others(level: object, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(32, 48), (33, 70), (29, 53), (43, 7), (25, 3000), (28, 6000), (26, 9000)],
+    ids=["whole", "rest-of-pairs", "rest-of-columns", "few-columns", "two-vectors", "one-vector", "too-long"],
+)
+def test_dense_rows_in_panels_have_the_bits_of_single_ones(
+    level: object, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """Sizes that end within panels, blocks and vectors, none of them for tiles. The first row is not finite."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator)
+    x[0] *= torch.inf
+    biases = {85: torch.randn(85, generator=generator), 7: None, 64: None}
+    matrices = [(torch.randn(n, columns, generator=generator).to(dtype), bias) for n, bias in biases.items()]
+    together = dense_results(level, x, matrices)
+    for row in (1, 8, 15, 16, rows - 5, rows - 1):
+        assert torch.equal(dense_results(level, x[row : row + 1], matrices)[0], together[row])
+    wide = torch.cat([F.linear(x.double(), w.double(), None if b is None else b.double()) for w, b in matrices], -1)
+    sizes = torch.cat([x.double().abs() @ w.double().abs().t() for w, _ in matrices], -1)
+    assert ((together.double() - wide).abs() / (1 + sizes))[1:].max() <= 2**-20
+    assert torch.equal(together[0].isnan(), wide[0].isnan()) and not together[0].isfinite().any()
+
+
+def dense_results(
+    level: object, x: torch.Tensor, matrices: list[tuple[torch.Tensor, torch.Tensor | None]]
+) -> torch.Tensor:
+    steps = program(level, len(x))
+    out = steps.buffer("out", sum(len(weights) for weights, _ in matrices))
+    steps.dense(steps.buffer("x", x.shape[1]).copy_(x), matrices, out)
+    run(steps, len(x))
+    return out
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_norms_gates_sums_and_picks(level: object) -> None:
     steps, weights = program(level, 4), torch.randn(50)
     x = steps.buffer("x", 50).normal_()

@@ -81,11 +81,35 @@ struct Run {
     return inputs;
   }
 
+  bool uses_panels(const lancebill_dense& matrix) const {
+    return matrix.rows >= kernels.panels->block && matrix.columns <= kernels.panels->columns;
+  }
+
+  // The rows of x for panels, in scratch memory; null where panels are not used.
+  const float* panel_inputs(const lancebill_step& step) const {
+    const auto* matrices = static_cast<const lancebill_dense*>(step.what);
+    const DensePanels& panels = *kernels.panels;
+    const auto uses = [&](const lancebill_dense& matrix) { return uses_panels(matrix); };
+    if (call.scratch == nullptr || rows < panels.from || std::none_of(matrices, matrices + step.count, uses)) {
+      return nullptr;
+    }
+    const int64_t columns = matrices[0].columns, blocks = (rows + panels.block - 1) / panels.block;
+    float* start = static_cast<float*>(call.scratch);
+    parallel(call.threads, blocks, [&](int64_t block, int) {
+      const int64_t first = block * panels.block, count = std::min<int64_t>(panels.block, rows - first);
+      panels.write(in(step, first), step.in_stride, count, columns, start + first * columns);
+    });
+    return start;
+  }
+
   void dense(const lancebill_step& step) const {
     const auto* matrices = static_cast<const lancebill_dense*>(step.what);
     const int64_t bytes = matrices[0].columns * (matrices[0].type == LANCEBILL_F32 ? 4 : 2);
-    const DenseInputs inputs = tile_inputs(step);
-    const int64_t multiple = inputs.numbers == nullptr ? kernels.dense_rows : 2 * kDenseTileRows;
+    const DenseInputs tiles = tile_inputs(step);
+    const float* panels = tiles.numbers == nullptr ? panel_inputs(step) : nullptr;
+    const int64_t multiple = tiles.numbers != nullptr ? 2 * kDenseTileRows
+                             : panels != nullptr      ? kernels.panels->rows
+                                                      : kernels.dense_rows;
     const int64_t each = round_up(std::max<int64_t>(kTaskBytes / bytes, 1), multiple);  // rows of a task
     int64_t tasks = 0;
     for (int32_t i = 0; i < step.count; i++) tasks += (matrices[i].rows + each - 1) / each;
@@ -99,11 +123,16 @@ struct Run {
         column += matrix->rows;
       }
       const int64_t first = task * each, end = std::min<int64_t>(first + each, matrix->rows);
-      const bool tiles = inputs.numbers != nullptr && uses_tiles(*matrix);
-      const int64_t tiled = tiles ? end - (end - first) % kDenseTileRows : first;
       float* out = step.out + column;
-      if (tiled > first) kernels.tiles->multiply(*matrix, first, tiled, inputs, rows, out, step.out_stride);
-      if (end > tiled) kernels.dense(*matrix, tiled, end, step.input, step.in_stride, rows, out, step.out_stride);
+      int64_t rest = first;  // from here on rows are neither in tiles nor in panels
+      if (tiles.numbers != nullptr && uses_tiles(*matrix)) {
+        rest = end - (end - first) % kDenseTileRows;
+        if (rest > first) kernels.tiles->multiply(*matrix, first, rest, tiles, rows, out, step.out_stride);
+      } else if (panels != nullptr && uses_panels(*matrix)) {
+        rest = end - (end - first) % kernels.panels->block;
+        if (rest > first) kernels.panels->multiply(*matrix, first, rest, panels, rows, out, step.out_stride);
+      }
+      if (end > rest) kernels.dense(*matrix, rest, end, step.input, step.in_stride, rows, out, step.out_stride);
     });
   }
 

@@ -23,6 +23,19 @@ struct DenseTiles {
                    float* out, int64_t out_stride);
 };
 
+// Dense matrices in panels (panel_dense.h). Rows of x are in blocks of `block`: [block][column][row].
+struct DensePanels {
+  // One block of x, which may have fewer rows; all of the block is written.
+  void (*write)(const float* x, int64_t x_stride, int64_t rows, int64_t columns, float* block);
+  // Rows [first, end) of the matrix, a multiple of `block`.
+  void (*multiply)(const lancebill_dense& matrix, int64_t first, int64_t end, const float* inputs, int64_t count,
+                   float* out, int64_t out_stride);
+  int64_t block;
+  int64_t rows;     // of a matrix: a multiple of those that are multiplied at once
+  int64_t columns;  // of a matrix, at most
+  int64_t from;     // rows of x from which panels are faster
+};
+
 // Neighbouring tokens of one sequence, in heads that have the same keys and values: [token][heads][dim].
 struct QueryBlock {
   const float* q;
@@ -50,7 +63,8 @@ struct RowKernels {
   void (*attend_block)(const QueryBlock& block);
   float (*sigmoid)(float x);
   const DenseTiles* tiles;  // null: none
-  int64_t dense_rows;       // of a dense matrix: a multiple of those that are read at once
+  const DensePanels* panels;
+  int64_t dense_rows;  // of a dense matrix: a multiple of those that are read at once
 };
 
 // Null where they were not built.

@@ -36,6 +36,9 @@ constexpr int64_t kTaskRows = 12;
 constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 16;  // of attention
 constexpr int kQueryVectors = 2, kQuerySums = 8;  // of attention in blocks
+constexpr int kPanelVectors = 3, kPanelInputs = 8;  // of panel_dense.h: vectors of matrix rows times rows of x
+constexpr int64_t kPanelNumbers = 128 << 10;        // so that a panel stays in the second cache
+constexpr int64_t kPanelsFrom = 16;                 // rows of x from which panels are faster, as measured
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 3, kSingleRows = 8;
 constexpr int64_t kTaskRows = 8;
@@ -43,12 +46,18 @@ constexpr bool kPrefetchRows = true;
 constexpr bool kLoadPairs = true;  // a register holds two vectors of 16-bit numbers; half as many prefetches
 constexpr int kValueSums = 16;
 constexpr int kQueryVectors = 4, kQuerySums = 4;
+constexpr int kPanelVectors = 4, kPanelInputs = 4;
+constexpr int64_t kPanelNumbers = 64 << 10;
+constexpr int64_t kPanelsFrom = 16;  // not measured
 #else
 constexpr int kManyInputs = 4, kManyRows = 4, kFewRows = 4, kSingleRows = 4;
 constexpr int64_t kTaskRows = 8;
 constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 8;
 constexpr int kQueryVectors = 2, kQuerySums = 4;
+constexpr int kPanelVectors = kLanes == 8 ? 3 : 2, kPanelInputs = 4;
+constexpr int64_t kPanelNumbers = 64 << 10;
+constexpr int64_t kPanelsFrom = kLanes == 8 ? 12 : 24;
 #endif
 
 template <class Vector>
@@ -118,39 +127,80 @@ LANCEBILL_INLINE float lanes_sum(Floats v) {
 #endif
 }
 
+// The order in which lanes_sum adds: places 2i and 2i + 1 first, then these sums likewise.
+constexpr int place_in_sum(int lane) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return lane;
+#else
+  int place = 0;
+  for (int bit = 1; bit < kLanes; bit *= 2) place = 2 * place + (lane & bit ? 1 : 0);
+  return place;
+#endif
+}
+
+#if defined(__AVX512F__)
+// Each joins vectors in the order of lanes_sum: `a` and `b` have 1, 2, 4 or 8 sums of 16, 8, 4 or 2 lanes.
+LANCEBILL_INLINE __m512 join_sixteens(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+LANCEBILL_INLINE __m512 join_eights(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+LANCEBILL_INLINE __m512 join_fours(__m512 a, __m512 b) {
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+}
+LANCEBILL_INLINE __m512 join_twos(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+
+// totals[j] = lanes_sum(of(j)) of sixteen vectors.
+template <class Of>
+LANCEBILL_INLINE void sixteen_sums(const Of& of, float* totals) {
+  __m512 fours[4];
+  LANCEBILL_EACH(j, 4) fours[j] = join_eights(join_sixteens(of(j), of(j + 4)), join_sixteens(of(j + 8), of(j + 12)));
+  _mm512_storeu_ps(totals, join_twos(join_fours(fours[0], fours[1]), join_fours(fours[2], fours[3])));
+}
+
+// Likewise of eight.
+template <class Of>
+LANCEBILL_INLINE void eight_sums(const Of& of, float* totals) {
+  const __m512 even = join_eights(join_sixteens(of(0), of(2)), join_sixteens(of(4), of(6)));
+  const __m512 odd = join_eights(join_sixteens(of(1), of(3)), join_sixteens(of(5), of(7)));
+  const __m512 both = join_fours(even, odd), twice = join_twos(both, both);
+  const __m512i quarters = _mm512_set_epi64(6, 4, 2, 0, 6, 4, 2, 0);
+  const __m512d once = _mm512_permutexvar_pd(quarters, _mm512_castps_pd(twice));
+  _mm256_storeu_ps(totals, _mm512_castps512_ps256(_mm512_castpd_ps(once)));
+}
+#endif
+
 // totals[i][n] = lanes_sum(sums[n][i]), whose order of additions it keeps.
 template <int N, int M>
 LANCEBILL_INLINE void lanes_sums(const Floats (&sums)[N][M], float (&totals)[M][N]) {
-#if defined(__AVX512F__)
-  if constexpr (N * M == kLanes) {  // all at once: each step halves the vectors
-    __m512 fours[4], pairs[2];
-    LANCEBILL_EACH(j, 4) {
-      __m512 eights[2];
-      LANCEBILL_EACH(half, 2) {
-        const int lane = 8 * half + j;  // of `totals`
-        const __m512 a = (__m512)sums[lane % N][lane / N], b = (__m512)sums[(lane + 4) % N][(lane + 4) / N];
-        eights[half] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-      }
-      const __m512 even = _mm512_shuffle_f32x4(eights[0], eights[1], 0x88);
-      fours[j] = _mm512_add_ps(even, _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
-    }
-    LANCEBILL_EACH(j, 2) {
-      const __m512d a = _mm512_castps_pd(fours[2 * j]), b = _mm512_castps_pd(fours[2 * j + 1]);
-      pairs[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    const __m512 even = _mm512_shuffle_ps(pairs[0], pairs[1], 0x88);
-    _mm512_storeu_ps(totals[0], _mm512_add_ps(even, _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd)));
-    return;
+  float* to = totals[0];
+  const auto sum = [&](int j) __attribute__((always_inline)) { return sums[j % N][j / N]; };
+#if defined(__AVX512F__)  // many at once: each step halves the vectors
+  constexpr int kSixteens = N * M / 16 * 16, kJoined = N * M / 8 * 8;
+  static_assert(kSixteens <= 16, "of any number");
+  if constexpr (kSixteens > 0) {
+    sixteen_sums([&](int j) __attribute__((always_inline)) { return (__m512)sum(j); }, to);
   }
+  if constexpr (kJoined > kSixteens) {
+    eight_sums([&](int j) __attribute__((always_inline)) { return (__m512)sum(kSixteens + j); }, to + kSixteens);
+  }
+#else
+  constexpr int kJoined = 0;
 #endif
-  LANCEBILL_EACH(n, N) {
-    LANCEBILL_EACH(i, M) totals[i][n] = lanes_sum(sums[n][i]);
-  }
+  LANCEBILL_EACH(j, N * M - kJoined) to[kJoined + j] = lanes_sum(sum(kJoined + j));
 }
 
-// Stored numbers of each type: a vector of them as fp32, one of them, and how to store one.
+// Stored numbers of each type: a vector of them as fp32, one of them, and how to store one. With kPairs also the two
+// numbers of each word of a vector.
 struct StoredBf16 {
   using Number = uint16_t;
+  static constexpr bool kPairs = true;
+  static LANCEBILL_INLINE Floats first_of_pair(Words pairs) { return (Floats)(pairs << 16); }
+  static LANCEBILL_INLINE Floats second_of_pair(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
   static LANCEBILL_INLINE Floats load(const Number* p) {
 #if defined(__ARM_FEATURE_DOTPROD)
     const uint16x8_t numbers = vcombine_u16(vld1_u16(p), vcreate_u16(0));
@@ -178,6 +228,7 @@ struct StoredBf16 {
 
 struct StoredF16 {
   using Number = uint16_t;
+  static constexpr bool kPairs = false;
   static LANCEBILL_INLINE Floats load(const Number* p) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(vector_at<__m256i>(p));
@@ -201,6 +252,7 @@ struct StoredF16 {
 
 struct StoredF32 {
   using Number = float;
+  static constexpr bool kPairs = false;
   static LANCEBILL_INLINE Floats load(const Number* p) { return vector_at<Floats>(p); }
   static LANCEBILL_INLINE void load_pair(const Number* p, Floats& first, Floats& second) {
     first = load(p);

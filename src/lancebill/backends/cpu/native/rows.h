@@ -1,12 +1,13 @@
 // What a decode step computes outside quantised matrices, on rows of fp32: norms, dense products, rotary positions,
 // attention. Few rows at a time, so every function reads its weights once and keeps the rows in the first cache.
 //
-// The order of a sum depends neither on the number of rows nor on the threads. (Tiles and blocks of queries are
-// other orders: tile_dense.h, attend_block.h.)
+// The order of a sum depends neither on the number of rows nor on the threads, nor is it another in panels
+// (panel_dense.h). Tiles and blocks of queries have other orders: tile_dense.h, attend_block.h.
 #pragma once
 
 #include "activate.h"
 #include "attend_block.h"
+#include "panel_dense.h"
 #include "row_kernels.h"
 #include "row_vectors.h"
 
@@ -239,7 +240,8 @@ void attend(const float* q, int64_t heads, const void* keys, const void* values,
 
 float gated(float x) { return sigmoid(x); }
 
-constexpr RowKernels kRowKernels = {dense, norm, add, gate, rotate, store, attend, attend_block, gated, nullptr, kTaskRows};
+constexpr RowKernels kRowKernels = {dense,        norm,  add,     gate,          rotate,   store, attend,
+                                    attend_block, gated, nullptr, &kDensePanels, kTaskRows};
 
 }  // namespace
 }  // namespace lancebill

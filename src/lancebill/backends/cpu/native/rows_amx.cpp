@@ -3,7 +3,7 @@
 
 const lancebill::RowKernels* lancebill::rows_amx() {
   static constexpr DenseTiles tiles = {write_dense_inputs, tile_dense};
-  static constexpr RowKernels kernels = {dense,        norm,  add,    gate,     rotate, store, attend,
-                                         attend_block, gated, &tiles, kTaskRows};
+  static constexpr RowKernels kernels = {dense,        norm,  add,    gate,          rotate,   store, attend,
+                                         attend_block, gated, &tiles, &kDensePanels, kTaskRows};
   return &kernels;
 }

@@ -10,6 +10,7 @@
 #include "row_kernels.h"
 #include "rows.h"
 #include "tile_config.h"
+#include "transpose.h"
 
 namespace lancebill {
 namespace {
@@ -19,34 +20,14 @@ constexpr int kParts = kDenseParts;
 constexpr int kInputTile = kTileRows * kTileColumns;  // numbers
 constexpr int kInputStep = kParts * kInputTile;       // all tiles of the same columns
 
-// Sixteen lines of sixteen 32-bit words: word j of line i becomes word i of line j.
-LANCEBILL_INLINE void transpose(const void* from, void* to) {
+// Word j of line i becomes word i of line j, in memory.
+LANCEBILL_INLINE void transpose_tile(const void* from, void* to) {
   const auto* in = static_cast<const char*>(from);
   auto* out = static_cast<char*>(to);
-  const auto store_line = [&](int line, __m512i words) { _mm512_storeu_si512(out + 64 * line, words); };
-  __m512i pairs[16], fours[16];
-  LANCEBILL_EACH(i, 8) {
-    const __m512i a = _mm512_loadu_si512(in + 128 * i), b = _mm512_loadu_si512(in + 128 * i + 64);
-    pairs[2 * i] = _mm512_unpacklo_epi32(a, b);
-    pairs[2 * i + 1] = _mm512_unpackhi_epi32(a, b);
-  }
-  LANCEBILL_EACH(i, 4) {
-    LANCEBILL_EACH(j, 2) {
-      fours[4 * i + 2 * j] = _mm512_unpacklo_epi64(pairs[4 * i + j], pairs[4 * i + 2 + j]);
-      fours[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[4 * i + j], pairs[4 * i + 2 + j]);
-    }
-  }
-  constexpr int kEven = 0x88, kOdd = 0xdd;  // quarters of both operands
-  LANCEBILL_EACH(j, 4) {
-    const __m512i even0 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], kEven);
-    const __m512i even1 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], kEven);
-    const __m512i odd0 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], kOdd);
-    const __m512i odd1 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], kOdd);
-    store_line(j, _mm512_shuffle_i32x4(even0, even1, kEven));
-    store_line(4 + j, _mm512_shuffle_i32x4(odd0, odd1, kEven));
-    store_line(8 + j, _mm512_shuffle_i32x4(even0, even1, kOdd));
-    store_line(12 + j, _mm512_shuffle_i32x4(odd0, odd1, kOdd));
-  }
+  transpose([&](int i) __attribute__((always_inline)) { return vector_at<Words>(in + 64 * i); },
+            [&](int i, Words words) __attribute__((always_inline)) {
+              _mm512_storeu_si512(out + 64 * i, (__m512i)words);
+            });
 }
 
 // Up to sixteen rows of x: [columns / 32][parts][16 pairs of columns][16 rows][2]. Missing rows are zero.
@@ -69,7 +50,7 @@ void write_dense_inputs(const float* x, int64_t x_stride, int64_t rows, int64_t 
         parts[1][r][i] = rest == rest ? to_bf16(rest) : 0;  // infinity has no rest
       }
     }
-    for (int p = 0; p < kParts; p++) transpose(parts[p], tiles + p * kInputTile);
+    for (int p = 0; p < kParts; p++) transpose_tile(parts[p], tiles + p * kInputTile);
   }
 }
 
@@ -107,7 +88,7 @@ void dense_pass(const uint16_t* weights, int64_t columns, const uint16_t* inputs
 LANCEBILL_INLINE void write_sums(const Sums& sums, const float* bias, const float* factors, int64_t rows, float* out,
                                  int64_t out_stride) {
   alignas(64) Sums by_input;
-  transpose(sums, by_input);
+  transpose_tile(sums, by_input);
   const Floats added = bias == nullptr ? Floats{} : vector_at<Floats>(bias);
   for (int64_t r = 0; r < rows; r++) {
     store_at(out + r * out_stride, multiply_add(vector_at<Floats>(by_input[r]), spread(factors[r]), added));
