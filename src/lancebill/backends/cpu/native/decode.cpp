@@ -82,7 +82,7 @@ struct Run {
   }
 
   bool uses_panels(const lancebill_dense& matrix) const {
-    return matrix.rows >= kernels.panels->block && matrix.columns <= kernels.panels->columns;
+    return matrix.rows >= kernels.panels->block && kernels.panels->rows(matrix.columns) > 0;
   }
 
   // The rows of x for panels, in scratch memory; null where panels are not used.
@@ -90,14 +90,13 @@ struct Run {
     const auto* matrices = static_cast<const lancebill_dense*>(step.what);
     const DensePanels& panels = *kernels.panels;
     const auto uses = [&](const lancebill_dense& matrix) { return uses_panels(matrix); };
-    if (call.scratch == nullptr || rows < panels.from || std::none_of(matrices, matrices + step.count, uses)) {
-      return nullptr;
-    }
     const int64_t columns = matrices[0].columns, blocks = (rows + panels.block - 1) / panels.block;
+    if (call.scratch == nullptr || rows < panels.from(columns)) return nullptr;
+    if (std::none_of(matrices, matrices + step.count, uses)) return nullptr;
     float* start = static_cast<float*>(call.scratch);
     parallel(call.threads, blocks, [&](int64_t block, int) {
       const int64_t first = block * panels.block, count = std::min<int64_t>(panels.block, rows - first);
-      panels.write(in(step, first), step.in_stride, count, columns, start + first * columns);
+      panels.write(in(step, first), step.in_stride, count, columns, start + first * panels.columns_of(columns));
     });
     return start;
   }
@@ -108,7 +107,7 @@ struct Run {
     const DenseInputs tiles = tile_inputs(step);
     const float* panels = tiles.numbers == nullptr ? panel_inputs(step) : nullptr;
     const int64_t multiple = tiles.numbers != nullptr ? 2 * kDenseTileRows
-                             : panels != nullptr      ? kernels.panels->rows
+                             : panels != nullptr      ? kernels.panels->rows(matrices[0].columns)
                                                       : kernels.dense_rows;
     const int64_t each = round_up(std::max<int64_t>(kTaskBytes / bytes, 1), multiple);  // rows of a task
     int64_t tasks = 0;
@@ -130,7 +129,8 @@ struct Run {
         if (rest > first) kernels.tiles->multiply(*matrix, first, rest, tiles, rows, out, step.out_stride);
       } else if (panels != nullptr && uses_panels(*matrix)) {
         rest = end - (end - first) % kernels.panels->block;
-        if (rest > first) kernels.panels->multiply(*matrix, first, rest, panels, rows, out, step.out_stride);
+        const int64_t next = first + call.threads * each;  // of a thread that takes turns with the others
+        if (rest > first) kernels.panels->multiply(*matrix, first, rest, next, panels, rows, out, step.out_stride);
       }
       if (end > rest) kernels.dense(*matrix, rest, end, step.input, step.in_stride, rows, out, step.out_stride);
     });
@@ -268,7 +268,9 @@ using namespace lancebill;
 
 int64_t lancebill_dense_bytes(int64_t rows, int64_t columns) {
   const int64_t blocks = (rows + kDenseBlock - 1) / kDenseBlock;
-  return blocks * kDenseBlock * static_cast<int64_t>(kDenseParts * columns * sizeof(uint16_t) + sizeof(float));
+  const int64_t tiles = kDenseParts * columns * sizeof(uint16_t) + sizeof(float);
+  const int64_t panels = (columns + kDenseBlock) * sizeof(float);
+  return blocks * kDenseBlock * std::max(tiles, panels);
 }
 
 int32_t lancebill_decode_step(const lancebill_decode* call) {

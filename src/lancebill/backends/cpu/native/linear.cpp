@@ -23,7 +23,8 @@ int32_t lancebill_linear(const void *weights, int32_t type, int32_t rows, int32_
   call.threads = threads;
   call.level = level;
   call.tile_rows = -1;  // the order of a sum shall not depend on the number of rows
-  const std::unique_ptr<void, decltype(&std::free)> scratch(std::malloc(lancebill_dense_bytes(count, columns)), std::free);
+  const std::unique_ptr<void, decltype(&std::free)> scratch(std::malloc(lancebill_dense_bytes(count, columns)),
+                                                             std::free);
   call.scratch = scratch.get();  // without it, a slower way
   return lancebill_decode_step(&call);
 }

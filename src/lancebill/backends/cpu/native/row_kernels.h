@@ -23,17 +23,17 @@ struct DenseTiles {
                    float* out, int64_t out_stride);
 };
 
-// Dense matrices in panels (panel_dense.h). Rows of x are in blocks of `block`: [block][column][row].
+// Dense matrices in panels (panel_dense.h). Rows of x are in blocks of `block`: [block][columns_of(columns)][row].
 struct DensePanels {
   // One block of x, which may have fewer rows; all of the block is written.
   void (*write)(const float* x, int64_t x_stride, int64_t rows, int64_t columns, float* block);
-  // Rows [first, end) of the matrix, a multiple of `block`.
-  void (*multiply)(const lancebill_dense& matrix, int64_t first, int64_t end, const float* inputs, int64_t count,
-                   float* out, int64_t out_stride);
+  // Rows [first, end) of the matrix, a multiple of `block`; those from `next` on are prefetched.
+  void (*multiply)(const lancebill_dense& matrix, int64_t first, int64_t end, int64_t next, const float* inputs,
+                   int64_t count, float* out, int64_t out_stride);
+  int64_t (*rows)(int64_t columns);        // of a matrix that are multiplied at once; 0: too many columns
+  int64_t (*columns_of)(int64_t columns);  // that a block has room for, at most `block` more
+  int64_t (*from)(int64_t columns);        // rows of x from which panels are faster
   int64_t block;
-  int64_t rows;     // of a matrix: a multiple of those that are multiplied at once
-  int64_t columns;  // of a matrix, at most
-  int64_t from;     // rows of x from which panels are faster
 };
 
 // Neighbouring tokens of one sequence, in heads that have the same keys and values: [token][heads][dim].

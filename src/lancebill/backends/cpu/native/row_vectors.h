@@ -37,8 +37,8 @@ constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 16;  // of attention
 constexpr int kQueryVectors = 2, kQuerySums = 8;  // of attention in blocks
 constexpr int kPanelVectors = 3, kPanelInputs = 8;  // of panel_dense.h: vectors of matrix rows times rows of x
-constexpr int64_t kPanelNumbers = 128 << 10;        // so that a panel stays in the second cache
-constexpr int64_t kPanelsFrom = 16;                 // rows of x from which panels are faster, as measured
+constexpr int64_t kPanelNumbers = 132 << 10;        // so that a panel stays in the second cache
+constexpr int64_t kPanelsFrom = 20;                 // rows of x from which panels are faster, as measured
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kManyInputs = 8, kManyRows = 2, kFewRows = 3, kSingleRows = 8;
 constexpr int64_t kTaskRows = 8;
@@ -47,7 +47,7 @@ constexpr bool kLoadPairs = true;  // a register holds two vectors of 16-bit num
 constexpr int kValueSums = 16;
 constexpr int kQueryVectors = 4, kQuerySums = 4;
 constexpr int kPanelVectors = 4, kPanelInputs = 4;
-constexpr int64_t kPanelNumbers = 64 << 10;
+constexpr int64_t kPanelNumbers = 66 << 10;
 constexpr int64_t kPanelsFrom = 16;  // not measured
 #else
 constexpr int kManyInputs = 4, kManyRows = 4, kFewRows = 4, kSingleRows = 4;
@@ -56,8 +56,8 @@ constexpr bool kPrefetchRows = true, kLoadPairs = false;
 constexpr int kValueSums = 8;
 constexpr int kQueryVectors = 2, kQuerySums = 4;
 constexpr int kPanelVectors = kLanes == 8 ? 3 : 2, kPanelInputs = 4;
-constexpr int64_t kPanelNumbers = 64 << 10;
-constexpr int64_t kPanelsFrom = kLanes == 8 ? 12 : 24;
+constexpr int64_t kPanelNumbers = 66 << 10;
+constexpr int64_t kPanelsFrom = kLanes == 8 ? 16 : 24;
 #endif
 
 template <class Vector>
