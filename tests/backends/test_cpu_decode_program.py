@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_others(level: object, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(32, 48), (33, 70), (29, 53), (43, 7), (33, 3000), (61, 6000), (25, 9000)],
+    [(32, 48), (33, 70), (29, 53), (43, 7), (49, 3000), (181, 6000), (25, 9000)],
     ids=["whole", "rest-of-pairs", "rest-of-columns", "few-columns", "two-vectors", "one-vector", "too-long"],
 )
 def test_dense_rows_in_panels_have_the_bits_of_single_ones(

@@ -158,9 +158,10 @@ void panel_dense(const lancebill_dense& m, int64_t first, int64_t end, int64_t n
   });
 }
 
-// More rows of x where panels are narrower.
+// More rows of x where panels are narrower: as measured, by the square of how much.
 int64_t panels_from(int64_t columns) {
-  return kPanelsFrom * kPanelVectors / max_of<int64_t>(1, min_of<int64_t>(kPanelVectors, panel_vectors(columns)));
+  const int64_t vectors = max_of<int64_t>(1, min_of<int64_t>(kPanelVectors, panel_vectors(columns)));
+  return kPanelsFrom * kPanelVectors * kPanelVectors / (vectors * vectors);
 }
 
 int64_t panel_task(int64_t columns) { return kLanes * min_of<int64_t>(kPanelVectors, panel_vectors(columns)); }
