@@ -166,7 +166,7 @@ class RoutedExperts(MovableExperts):
         model = config if isinstance(config, Config) else config_of_model(config)
         return cls(random_parts(Recipe.expected(model, layer, load_options, tensors), seed))
 
-    def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
 
         Ids are global; those of other ranks, and -1, contribute nothing.

@@ -75,7 +75,7 @@ class ExpertParallel(nn.Module):
             raise LaunchError("this process is outside the mesh", hint="call resize() to join")
         return self._assignment
 
-    def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Run x [M, H] through the experts that each row is routed to, on whichever rank they are: [M, H].
 
         Ids are logical; negative ids are padding. M may be 0 and may differ between `ep` ranks.
