@@ -6,7 +6,7 @@ Tensors come in any order, for one expert or for all, of this rank or not, from 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Claim, NameForm, Naming
+from lancebill.checkpoint.resolve.router_check import needed_roles
 from lancebill.errors import DuplicateTensor, LaunchError, MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
@@ -38,6 +39,10 @@ class _Planned:
     waits = False
 
     @property
+    def recipe(self) -> Recipe:
+        return self.collector.recipe
+
+    @property
     def settled(self) -> bool:
         return self.collector.settled and (self.host is None or self.host.settled)
 
@@ -57,10 +62,9 @@ class _Planned:
         return [*self.collector.missing(), *([] if self.host is None else self.host.missing())]
 
     def finish(self, router: Mapping[str, Tensor]) -> LayerParts:
-        raise_missing(self.missing(), self.collector.recipe.plan.layer.index)
         host = None if self.host is None else self.host.finish({})
         report = self.collector.finish(self.packed, self.layout)
-        return assemble(self.collector.recipe, self.packed, router, report, host)
+        return assemble(self.recipe, self.packed, router, report, host)
 
 
 class _Unplanned:
@@ -69,8 +73,6 @@ class _Unplanned:
     An expert counts as complete if it has everything that its format requires, and every optional tensor that any
     other expert has shown.
     """
-
-    settled = False
 
     def __init__(self, config: Config, naming: Naming, index: int, options: LoadOptions) -> None:
         self.config, self.naming, self.index, self.options = config, naming, index, options
@@ -145,6 +147,29 @@ class _Unplanned:
         return planned
 
 
+def missing_router(recipe: Recipe, pushed: Collection[str]) -> list[MissingTensor]:
+    """What a layer that routes still needs of its router: what the checkpoint has, or what the config says it has."""
+    routing, manifest, index = recipe.routing, recipe.manifest, recipe.plan.layer.index
+    if routing is None:
+        return []
+    naming = manifest.naming
+    if recipe.partial:
+        roles = naming.router.roles
+        needed = {role: " or ".join(roles.get(role, ())) for role in needed_roles(naming, routing)}
+    else:
+        needed = {role: name for name, role in naming.router.names(index).items() if name in manifest.tensors}
+    return [
+        MissingTensor(
+            f"the router's {role} was never pushed",
+            where=f"{naming.where(index)}, router",
+            expected=name.format(layer=index),
+            hint="router=False if the engine routes",
+        )
+        for role, name in needed.items()
+        if role not in pushed
+    ]
+
+
 Made = TypeVar("Made")
 
 
@@ -171,8 +196,9 @@ class PushedLayer(Generic[Made]):
 
     @property
     def settled(self) -> bool:
-        """Whether every expert is packed, so that `finish` succeeds."""
-        return self._stage.settled
+        """Whether every expert is packed and the router's tensors have come, so that `finish` succeeds."""
+        stage = self._stage
+        return isinstance(stage, _Planned) and stage.settled and not missing_router(stage.recipe, self._router)
 
     def claim(self, name: str) -> Claim | None:
         """What the tensor with this name is to this layer; None if it is another's."""
@@ -208,6 +234,8 @@ class PushedLayer(Generic[Made]):
         """The layer; raises naming whatever never came, which may still be pushed."""
         if self._made is None:
             self._stage = planned = self._stage.planned()
+            missing = [*planned.missing(), *missing_router(planned.recipe, self._router)]
+            raise_missing(missing, self.index)
             self._made = self._make(planned.finish(self._router))
         return self._made
 

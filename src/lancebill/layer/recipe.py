@@ -57,6 +57,7 @@ class LoadOptions:
     last; host memory then holds all experts. `cpu_threads` is the number of threads that compute experts in host
     memory beside a GPU: one pool for the process, so the last layer that is loaded with a number decides for all.
     `mixture` is one of several that the layers have ("text" or "vision" of ERNIE-4.5-VL); by default the first.
+    `router` False says that the engine routes: the layers cannot, and do not wait for the router's tensors.
     """
 
     device: str | torch.device = "cpu"
@@ -76,6 +77,7 @@ class LoadOptions:
     moves: str = OFF
     cpu_threads: int | None = None
     mixture: str | None = None
+    router: bool = True
 
     def __post_init__(self) -> None:
         check_split(self.gpu_memory, self.gpu_experts, self.moves, self.cpu_threads, order=self.order)
@@ -161,6 +163,9 @@ class Recipe:
 
     @property
     def routing(self) -> Routing | None:
+        """How the layer routes; None if it does not."""
+        if not self.options.router:
+            return None
         return agreed_routing(self.manifest, self.plan.layer.index, self.options.routing, self.options.top_k)
 
     @property

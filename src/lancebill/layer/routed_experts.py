@@ -90,7 +90,7 @@ class RoutedExperts(MovableExperts):
 
         `ModelExperts` reads the headers once for all layers. Options are the fields of `LoadOptions`: device,
         placement, backend, weights, activations, dtype (of the inputs), order, naming, routing, top_k, activation,
-        progress, mixture (where layers have several: "text" or "vision").
+        progress, mixture (where layers have several: "text" or "vision"), router (False: the engine routes).
         `weights` and `activations` take a spec, a spec for each matrix, or rules by layer; activations="checkpoint"
         follows what the checkpoint declares.
         """
@@ -262,7 +262,8 @@ class RoutedExperts(MovableExperts):
                 return routed
         self._check_ready()
         if self.routing is None:
-            raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
+            hint = "load it from a checkpoint without router=False, or pass routing="
+            raise LaunchError("this layer has no routing", hint=hint)
         most = self.problem.global_experts + self.routing.zero_experts
         # Redundant copies of experts have no column.
         check_logits(router_logits, most, fewer=held["expert_map"] is not None, bias=held["router_bias"])

@@ -43,6 +43,15 @@ def test_only_taken_experts_leave_the_stream() -> None:
         take(made, Settings()).finish(0)
 
 
+def test_the_router_stays_vllms() -> None:
+    made = make_checkpoint("dense", "bf16", "glm4_moe", layers=1)
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    made = replace(made, tensors={**made.tensors, name: torch.zeros(4)})
+    takeover = take(made, Settings(), 1)
+    assert [left for left, _ in takeover.divert(stream(made))] == [name]
+    assert takeover.finish(0).routing is None
+
+
 @pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("random", [False, True], ids=["loaded", "random"])
 def test_experts_may_stay_in_host_memory(random: bool, moves: str, monkeypatch: pytest.MonkeyPatch) -> None:

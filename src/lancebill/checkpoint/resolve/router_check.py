@@ -35,6 +35,17 @@ def _missing_gates(manifest: Manifest) -> Iterator[LancebillError]:
             yield _missing("gate", manifest.naming, index, router.gate_templates)
 
 
+def needed_roles(naming: Naming, routing: Routing) -> list[str]:
+    """The roles of the tensors without which this routing is another."""
+    needed = {
+        "bias": naming.biased,
+        "correction": routing.correction,
+        "table": routing.hashed,
+        "scale": routing.expert_scale,
+    }
+    return [role for role, is_needed in needed.items() if is_needed]
+
+
 def _missing(role: str, naming: Naming, index: int, templates: Iterable[str]) -> MissingTensor:
     return MissingTensor(
         f"the layer cannot route: the router's {role} is missing",
@@ -60,13 +71,7 @@ def _routing_problems(manifest: Manifest) -> Iterator[LancebillError]:
 def _layer_problems(manifest: Manifest, index: int, experts: int, routing: Routing) -> Iterator[LancebillError]:
     naming, router, where = manifest.naming, manifest.naming.router, f"{manifest.naming.where(index)}, router"
     stored = {role: name for name, role in router.names(index).items() if name in manifest.tensors}
-    needed = {
-        "bias": naming.biased,
-        "correction": routing.correction,
-        "table": routing.hashed,
-        "scale": routing.expert_scale,
-    }
-    for role in (role for role, is_needed in needed.items() if is_needed and role not in stored):
+    for role in (role for role in needed_roles(naming, routing) if role not in stored):
         yield _missing(role, naming, index, router.roles.get(role, ()))
     columns = experts + routing.zero_experts
     for gate in (name for name in router.gates(index) if name in manifest.tensors):

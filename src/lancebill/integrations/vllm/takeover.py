@@ -197,7 +197,9 @@ class Takeover:
 
     def _with_settings(self, options: LoadOptions) -> LoadOptions:
         s = self.settings
-        changed = replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
+        changed = replace(
+            options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order, router=False
+        )
         on_cpu = parse_device(options.device).kind == "cpu"
         if s.gpu_experts is None and (s.gpu_memory is None or on_cpu):
             return changed  # a CPU has the memory of all experts
