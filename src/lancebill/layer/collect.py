@@ -53,6 +53,12 @@ def reader_of(tensors: Mapping[str, Tensor], device: torch.device) -> Reader:
     return read
 
 
+def check_expert(claim: Claim, name: str, count: int | None) -> None:
+    """Raise if the layer has `count` experts, and this is a tensor of another."""
+    if claim.expert is not None and count is not None and claim.expert >= count:
+        raise UnexpectedTensor("the layer has no such expert", where=name, expected=f"experts 0 to {count - 1}")
+
+
 def raise_missing(missing: Sequence[MissingTensor], layer: int) -> None:
     """Raise one error that names all of them, if there are any."""
     if missing:
@@ -148,6 +154,7 @@ class ExpertCollector:
         """Raise for a tensor that was pushed before, or that the layer was not planned for."""
         if name in self._taken:
             raise DuplicateTensor("this tensor was pushed before", where=name, hint="finish() ends a load or a refit")
+        check_expert(claim, name, self.recipe.plan.layer.experts)
         planned = self.recipe.manifest.tensors.get(name)
         if planned is not None and planned != header:  # other slices would be other numbers
             wrong = WrongShape if planned.dtype == header.dtype else WrongDtype

@@ -20,6 +20,7 @@ from torch import Tensor
 from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
+from lancebill.checkpoint.resolve.missing_layers import missing_between
 from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor, SpecError
 from lancebill.formats.stored import Config, Stored
@@ -66,6 +67,7 @@ class ModelExperts:
         self._coming: dict[int, PushedLayer[RoutedExperts]] = {}
         self._made: dict[int, RoutedExperts] = {}
         self._recipes: dict[int, Recipe] = {}  # of layers that are not made yet
+        self._others, self._gates = set[int](), set[int]()  # layers of other tensors, and of gates among them
 
     @classmethod
     def from_checkpoint(
@@ -148,6 +150,8 @@ class ModelExperts:
         The router's tensors are noted, but an engine that routes itself needs them too: see `Claim.router`.
         """
         claim = self.claim(name)
+        if claim is None and self._infers:
+            self._note(name)
         if claim is None or (self._wanted is not None and claim.layer not in self._wanted):
             return claim
         if claim.layer in self._made:
@@ -169,7 +173,7 @@ class ModelExperts:
     @property
     def settled(self) -> bool:
         """Whether every layer is complete and none is being refitted."""
-        made = all(layer.settled for layer in self._made.values())
+        made = all(layer.settled for layer in self._made.values()) and not any(self._absent())
         return made and all(index in self._made or self._is_packed(index) for index in self.layers)
 
     def layer(self, layer: int) -> RoutedExperts:
@@ -193,9 +197,29 @@ class ModelExperts:
                 problems.extend(error.problems)  # type: ignore[arg-type]
             except CheckpointError as error:
                 problems.append(error)
+        problems.extend(self._absent())
         if problems:
             raise CheckpointProblems(problems, where=self._where)
         return dict(self._made)
+
+    @property
+    def _infers(self) -> bool:
+        """Whether only the pushed names show which layers there are."""
+        return self._wanted is None and self.index is None
+
+    def _note(self, name: str) -> None:
+        """A tensor that is not claimed still shows which layers there are."""
+        layer, gate = self.naming.layer_of(name), self.naming.router.gate_layer(name)
+        self._others |= set() if layer is None else {layer}
+        self._gates |= set() if gate is None else {gate}
+
+    def _absent(self) -> Iterator[CheckpointError]:
+        """Layers of which nothing came, where nobody said which layers there are."""
+        if not self._infers:
+            return
+        if not self.layers:
+            yield MissingTensor("no tensor of an expert was pushed", where=self._where)
+        yield from missing_between(self.config.model, self.naming, self.layers, self._others, self._gates)
 
     def _known_index(self, where: str) -> LayerIndex:
         if self.index is None:

@@ -18,7 +18,7 @@ from lancebill.checkpoint.resolve.router_check import needed_roles
 from lancebill.errors import DuplicateTensor, LaunchError, MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
-from lancebill.layer.collect import ExpertCollector, header_of, raise_missing
+from lancebill.layer.collect import ExpertCollector, check_expert, header_of, raise_missing
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import LoadOptions, Recipe
 
@@ -82,12 +82,13 @@ class _Unplanned:
         self.suffixes: dict[tuple[int | None, str], set[str]] = defaultdict(set)  # by expert and stored projection
         self.all_suffixes: dict[bool, set[str]] = defaultdict(set)  # over all experts, of down and of gate and up
         self.ready: set[int | None] = set()
-        count = naming.sizes(config.model).experts
-        self.local = None if count is None else frozenset(options.placement.experts(count))
+        self.count = naming.sizes(config.model).experts
+        self.local = None if self.count is None else frozenset(options.placement.experts(self.count))
 
     def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned | _Unplanned:
         if name in self.headers:
             raise DuplicateTensor("this tensor was pushed before", where=name)
+        check_expert(claim, name, self.count)
         self.headers[name] = header_of(name, tensor)
         form, parsed = self._parse(name)
         self.suffixes[claim.expert, parsed.projection].add(parsed.suffix)

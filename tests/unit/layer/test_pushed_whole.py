@@ -9,8 +9,8 @@ import pytest
 import torch
 from layer_checkpoints import ROWS, SIZE, make_checkpoint
 
-from lancebill import ModelExperts
-from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor
+from lancebill import ModelExperts, Placement
+from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, UnexpectedTensor
 from lancebill.formats import registry
 from lancebill.formats.stored import Stored
 from lancebill.testing.checkpoints import Generated, generate
@@ -48,3 +48,58 @@ def test_a_layer_that_routes_needs_its_router(family: str, known: bool) -> None:
     assert experts.settled and experts.finish()[0].route(torch.randn(3, 128), torch.randn(3, 4)).ids.shape == (3, 2)
     with pytest.raises(LaunchError, match=r"no routing.*router=False"):
         without.finish()[0].route(torch.randn(3, 128), torch.randn(3, 4))
+
+
+def _without(made: Generated, *layers: int) -> list[tuple[str, torch.Tensor]]:
+    return [(n, t) for n, t in made.tensors.items() if not any(f".layers.{layer}." in n for layer in layers)]
+
+
+def _absent(experts: ModelExperts) -> list[str]:
+    with pytest.raises(CheckpointProblems) as caught:
+        experts.finish()
+    return [f"{problem.where}: {problem.what}" for problem in caught.value.problems]
+
+
+def test_without_headers_a_layer_that_never_came_is_missed() -> None:
+    """Only between those that came: the stages of a pipeline have some layers each."""
+    made = make_checkpoint("gptq", layers=4)
+    assert made.config.model["num_hidden_layers"] == 4
+    experts = ModelExperts(made.config)
+    assert not experts.settled and _absent(experts) == ["config.json: no tensor of an expert was pushed"]
+    assert not list(experts.divert(_without(made, 1, 2)))
+    assert not experts.settled and _absent(experts) == ["layers 1 to 2: no tensor was pushed"]
+    assert not list(experts.divert(_without(made, 0, 3)))
+    assert experts.settled and sorted(experts.finish()) == [0, 1, 2, 3]
+    stage = ModelExperts(made.config)
+    assert not list(stage.divert(_without(made, 0, 3)))
+    assert stage.settled and sorted(stage.finish()) == [1, 2]
+
+
+def test_layers_without_experts_are_no_gaps() -> None:
+    """As the config says, or the other tensors of these layers show; but a router has experts."""
+    made = make_checkpoint("gptq", layers=3)
+    dense, gate = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate.weight"
+    given: tuple[tuple[dict[str, Any], list[str], list[str]], ...] = (
+        ({"decoder_sparse_step": 2}, [], []),
+        ({"decoder_sparse_step": 2}, [dense], []),
+        ({"decoder_sparse_step": 2}, ["model.layers.0.input_layernorm.weight"], ["layer 1: no tensor was pushed"]),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, [], ["layer 1: no tensor was pushed"]),
+        ({}, [dense], []),
+        ({}, [dense, gate], ["layer 1: a router was pushed but no experts"]),
+    )
+    for keys, others, want in given:
+        experts = ModelExperts(replace(made.config, model={**made.config.model, **keys}))
+        list(experts.divert([*_without(made, 1), *((name, torch.zeros(1)) for name in others)]))
+        assert experts.settled == (not want)
+        assert (_absent(experts) if want else list(experts.finish())) == (want or [0, 2])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_experts_that_the_model_does_not_have_are_refused(first: bool) -> None:
+    made = make_checkpoint("gptq", layers=1)
+    name, tensor = next(iter(made.tensors.items()))
+    experts = ModelExperts(made.config, placement=Placement(ep_rank=0, ep_size=2))
+    if not first:
+        assert not list(experts.divert(made.tensors.items()))  # other ranks' experts among them
+    with pytest.raises(UnexpectedTensor, match=r"experts\.4\..*no such expert; expected experts 0 to 3"):
+        experts.push(name.replace(".experts.0.", ".experts.4."), tensor)
