@@ -22,6 +22,7 @@ from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Claim
 from lancebill.errors import (
     CheckpointProblems,
     DuplicateTensor,
+    LancebillError,
     MissingTensor,
     UnexpectedTensor,
     WrongDtype,
@@ -65,6 +66,14 @@ def raise_missing(missing: Sequence[MissingTensor], layer: int) -> None:
         raise CheckpointProblems(missing, where=f"layer {layer}")
 
 
+def raise_together(errors: Sequence[LancebillError], layer: int) -> None:
+    """Raise the error, or one that names all of them; nothing if there is none."""
+    if len(errors) > 1:
+        raise CheckpointProblems(errors, where=f"layer {layer}")  # type: ignore[arg-type]
+    if errors:
+        raise errors[0]
+
+
 @dataclass(frozen=True)
 class _Use:
     """What a tensor is for: a role of a projection."""
@@ -100,10 +109,10 @@ class ExpertCollector:
         """Take a tensor of this layer's experts, and pack what is complete."""
         header = header_of(name, tensor)
         self._check(claim, name, header)
-        self._taken.add(name)
         experts = self.recipe.plan.experts
         if not experts or (claim.expert is not None and claim.expert not in experts):
-            return  # another rank's
+            return  # another rank's, or of the other part of a split layer, which may ask for it again
+        self._taken.add(name)
         if name not in self.recipe.manifest.tensors:
             self._headers[name] = header
         self.pending[name] = tensor
@@ -192,20 +201,40 @@ class ExpertCollector:
         return form.module(parsed.prefix, parsed.layer, expert, parsed.projection) + parsed.suffix
 
     def _pack(self, packed: Mapping[str, Packed], layout: Layout) -> None:
-        """Pack the complete experts and release their tensors. After an error they may be pushed again."""
+        """Pack the complete experts and release their tensors. Those with an error may be pushed again."""
         experts = tuple(self._complete)
         held = {name for expert in experts for name in self._needs(expert)}
+        refused = set(experts)  # also by an interrupt or a lack of memory: their rows may be half written
+        try:
+            errors = self._errors(experts, packed, layout)
+            refused = set(errors)
+        finally:
+            again = {name for expert in refused for name in self._needs(expert)}
+            again |= {name for name in self._headers if self._owner(name) in refused}
+            self.incomplete |= refused
+            self._taken -= again
+            self._complete.clear()
+            for name in again:
+                self._headers.pop(name, None)
+            for name in (held | again) & self.pending.keys():
+                self._held -= self.pending.pop(name).nbytes
+        raise_together(list(errors.values()), self.recipe.plan.layer.index)
+
+    def _errors(
+        self, experts: tuple[int, ...], packed: Mapping[str, Packed], layout: Layout
+    ) -> dict[int, LancebillError]:
+        """Pack experts together, and after an error one by one: what is wrong with one is not the others' fault."""
+        losses = dict(self._losses.held)
         try:
             self._plan([expert for expert in experts if not self._is_planned(expert)])
             self._write(experts, packed, layout)
-        except BaseException:  # also an interrupt or a lack of memory: the rows may be half written
-            self.incomplete.update(experts)
-            self._taken -= held
-            raise
-        finally:
-            self._complete.clear()
-            for name in held:
-                self._held -= self.pending.pop(name).nbytes
+            return {}
+        except LancebillError as error:
+            self._losses.held = losses
+            if len(experts) == 1:
+                where = f"layer {self.recipe.plan.layer.index}, expert {experts[0]}"
+                return {experts[0]: error if error.where else error.within(where)}
+        return {bad: error for each in experts for bad, error in self._errors((each,), packed, layout).items()}
 
     def _plan(self, experts: Collection[int]) -> None:
         """Add experts whose headers were not known when the plan was made, checked against one that is planned."""

@@ -15,10 +15,10 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Claim, NameForm, Naming
 from lancebill.checkpoint.resolve.router_check import needed_roles
-from lancebill.errors import DuplicateTensor, LaunchError, MissingTensor
+from lancebill.errors import DuplicateTensor, LancebillError, LaunchError, MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
-from lancebill.layer.collect import ExpertCollector, check_expert, header_of, raise_missing
+from lancebill.layer.collect import ExpertCollector, check_expert, header_of, raise_missing, raise_together
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import LoadOptions, Recipe
 
@@ -47,9 +47,11 @@ class _Planned:
         return self.collector.settled and (self.host is None or self.host.settled)
 
     def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned:
-        self.collector.push(claim, name, tensor, self.packed, self.layout)
-        if self.host is not None:
-            self.host.push(claim, name, tensor)
+        try:
+            self.collector.push(claim, name, tensor, self.packed, self.layout)
+        finally:  # an error may be about other experts of the batch
+            if self.host is not None:
+                self.host.push(claim, name, tensor)
         return self
 
     def resume(self) -> _Planned:
@@ -68,7 +70,8 @@ class _Planned:
 
 
 class _Unplanned:
-    """A layer whose headers are not known. It is planned from the tensors of its first complete experts.
+    """A layer whose headers are not known. It is planned from the tensors of its first complete experts, which are then
+    pushed into the next stage.
 
     An expert counts as complete if it has everything that its format requires, and every optional tensor that any
     other expert has shown.
@@ -113,7 +116,7 @@ class _Unplanned:
         """No more tensors will come; raises naming whatever is missing."""
         manifest = LayerIndex(self.config, self.headers, self.naming, self.format).manifest(experts=self.local)
         manifest.check(where=f"layer {self.index}")
-        return self._pushed(Recipe.make(manifest, self.index, self.options, partial=True))
+        return _Planned(Recipe.make(manifest, self.index, self.options, partial=True))
 
     def _parse(self, name: str) -> tuple[NameForm, names.ParsedName]:
         return next((f, p) for f in self.naming.forms if (p := names.parse_name(f, name)) is not None)
@@ -139,13 +142,7 @@ class _Unplanned:
 
     def _plan(self) -> _Planned:
         manifest = self._manifest(next(iter(self.ready)))
-        return self._pushed(Recipe.make(manifest, self.index, self.options, partial=True))
-
-    def _pushed(self, recipe: Recipe) -> _Planned:
-        planned = _Planned(recipe)
-        for name, (claim, tensor) in self.tensors.items():
-            planned.push(claim, name, tensor)
-        return planned
+        return _Planned(Recipe.make(manifest, self.index, self.options, partial=True))
 
 
 def missing_router(recipe: Recipe, pushed: Collection[str]) -> list[MissingTensor]:
@@ -211,7 +208,7 @@ class PushedLayer(Generic[Made]):
         if self._made is not None:
             raise LaunchError("this layer is finished", where=name, hint="refit it with its own load_weights()")
         if claim.router is None:
-            self._stage = self._stage.push(claim, name, tensor)
+            self._go_on(self._stage.push(claim, name, tensor))
         else:
             self._router[claim.router] = self._naming.router.own(name, tensor)
 
@@ -222,7 +219,20 @@ class PushedLayer(Generic[Made]):
 
     def resume(self) -> None:
         """Pack what waits."""
-        self._stage = self._stage.resume()
+        self._go_on(self._stage.resume())
+
+    def _go_on(self, stage: _Planned | _Unplanned) -> None:
+        """Make this the stage, with the tensors of the one before. Those that are refused may be pushed again."""
+        before, self._stage = self._stage, stage
+        if stage is before:
+            return
+        errors = []
+        for name, (claim, tensor) in before.tensors.items() if isinstance(before, _Unplanned) else ():
+            try:
+                stage.push(claim, name, tensor)
+            except LancebillError as error:
+                errors.append(error)
+        raise_together(errors, self.index)
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Push checkpoint tensors in any order; returns the names of the experts' tensors.
@@ -234,7 +244,8 @@ class PushedLayer(Generic[Made]):
     def finish(self) -> Made:
         """The layer; raises naming whatever never came, which may still be pushed."""
         if self._made is None:
-            self._stage = planned = self._stage.planned()
+            planned = self._stage.planned()
+            self._go_on(planned)
             missing = [*planned.missing(), *missing_router(planned.recipe, self._router)]
             raise_missing(missing, self.index)
             self._made = self._make(planned.finish(self._router))

@@ -309,9 +309,11 @@ class RoutedExperts(MovableExperts):
         """Take a tensor that `claim` says is this layer's."""
         if claim.router is None:
             with self.standing_still(self.host_experts, self.settled):
-                self._require_refit().push(claim, name, tensor, self.packed, self.layout)
-                if self.host_experts is not None:
-                    self.host_experts.push(claim, name, tensor)
+                try:
+                    self._require_refit().push(claim, name, tensor, self.packed, self.layout)
+                finally:  # an error may be about other experts of the batch
+                    if self.host_experts is not None:
+                        self.host_experts.push(claim, name, tensor)
         else:
             own = self._require_refit().recipe.manifest.naming.router.own(name, tensor)
             self.take_router(claim.router, own.to(next(self.parameters()).device))

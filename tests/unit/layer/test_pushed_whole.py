@@ -10,7 +10,7 @@ import torch
 from layer_checkpoints import ROWS, SIZE, make_checkpoint
 
 from lancebill import ModelExperts, Placement
-from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, UnexpectedTensor
+from lancebill.errors import BadValue, CheckpointProblems, LaunchError, MissingTensor, UnexpectedTensor
 from lancebill.formats import registry
 from lancebill.formats.stored import Stored
 from lancebill.testing.checkpoints import Generated, generate
@@ -103,3 +103,56 @@ def test_experts_that_the_model_does_not_have_are_refused(first: bool) -> None:
         assert not list(experts.divert(made.tensors.items()))  # other ranks' experts among them
     with pytest.raises(UnexpectedTensor, match=r"experts\.4\..*no such expert; expected experts 0 to 3"):
         experts.push(name.replace(".experts.0.", ".experts.4."), tensor)
+
+
+def _spoilt(made: Generated, experts: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """All tensors with a NaN scale in each of these experts, and the right tensors of these experts."""
+    tensors = {name: tensor.clone() for name, tensor in made.tensors.items()}
+    for expert in experts:
+        tensors[f"model.layers.0.ffn.experts.{expert}.w3.scale"].view(torch.uint8)[0, 0] = 255
+    own = tuple(f"model.layers.0.ffn.experts.{expert}." for expert in experts)
+    return tensors, {name: tensor for name, tensor in made.tensors.items() if name.startswith(own)}
+
+
+@pytest.mark.parametrize("bad", [(1,), (0, 2)], ids=["one", "two"])
+@pytest.mark.parametrize("given", ["headers", "no-headers", "refit", "split"])
+def test_an_error_is_only_of_the_experts_that_are_bad(given: str, bad: tuple[int, ...]) -> None:
+    """Experts are packed together, when the last of them comes. Only the bad ones must be pushed again."""
+    made = make_checkpoint("deepseek_v4", "fp8-F8_E8M0", "deepseek_v4", layers=1)
+    options: dict[str, Any] = {"layers": [0], "router": False} | ({"gpu_experts": 2} if given == "split" else {})
+    whole = ModelExperts(made.config, tensors=made.headers, **options)
+    list(whole.divert(made.tensors.items()))
+    want = whole.finish()[0].state_dict()
+    experts = ModelExperts(made.config, tensors=None if given == "no-headers" else made.headers, **options)
+    if given == "refit":
+        list(experts.divert(made.tensors.items()))
+        experts.finish()[0].packed["w13"]["codes"].zero_()
+    tensors, own = _spoilt(made, bad)
+    errors = []
+    for name, tensor in tensors.items():
+        try:
+            experts.push(name, tensor)
+        except (BadValue, CheckpointProblems) as error:
+            errors.append(str(error))
+    assert all(any(f"layer 0, expert {expert}, up" in error for error in errors) for expert in bad)
+    assert not any(f"expert {expert}, " in error for error in errors for expert in range(4) if expert not in bad)
+    assert not experts.settled
+    with pytest.raises(CheckpointProblems) as caught:
+        experts.finish()
+    assert {problem.expected for problem in caught.value.problems} == set(own)
+    list(experts.divert(own.items()))
+    assert experts.settled
+    got = experts.finish()[0].state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_layer_that_is_planned_from_bad_experts_can_be_pushed_again() -> None:
+    """Without headers it is planned, and packed at once, when the second of its two experts is whole."""
+    made = make_checkpoint("deepseek_v4", "fp8-F8_E8M0", "deepseek_v4", layers=1)
+    placement = Placement(ep_rank=0, ep_size=2)
+    experts = ModelExperts(made.config, router=False, placement=placement)
+    tensors, own = _spoilt(made, (1,))
+    with pytest.raises(BadValue, match="expert 1, up"):
+        list(experts.divert(tensors.items()))
+    list(experts.divert((name, tensor) for name, tensor in own.items()))
+    assert experts.settled and experts.finish()[0].problem.experts == 2
