@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.errors import SpecError
+from lancebill.errors import BadValue, SpecError
 from lancebill.formats._floats import scale_axes
 from lancebill.formats.base import BIAS, FLOAT_NAMES, FLOATS, SCALAR, Part, Scheme, codes_of, part
 from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.bit_packing import pack_bits, unpack_bits
-from lancebill.numbers.dtypes import E8M0, ZERO16, DType
+from lancebill.numbers.dtypes import E8M0, INTEGER, ZERO16, DType
 from lancebill.numbers.spec import TENSOR, Level, QuantSpec
+from lancebill.numbers.unusual import unusual
 from lancebill.numbers.weight import LogicalWeight
 
 WORDS = ("U8", "I8", "I32")  # of packed codes
@@ -33,10 +34,16 @@ class PlainScheme(Scheme):
         spec, codes = self.spec, stored["codes"]
         if codes.shape[-1] != k:
             codes = unpack_bits(codes, spec.dtype.bits, k)
+        elif spec.quantized:
+            codes = _from_zero(codes, spec.dtype)
+            _check_range("codes", codes, (1 << spec.dtype.bits) - 1)
         lead = codes.shape[:-2]
+        if spec.zero is not None and spec.zero.dtype == ZERO16:
+            hint = "zero points are those of unsigned codes; 2**bits is one that was stored less 1"
+            _check_range("zero points", stored["zero"], 1 << spec.dtype.bits, hint)
         return LogicalWeight(
             spec,
-            codes_of(codes) if spec.quantized else codes,
+            codes,
             tuple(_level(stored[r], level, n, k, lead) for r, level in zip(level_roles("scale"), spec.scales)),
             None if spec.zero is None else _level(stored["zero"], spec.zero, n, k, lead),
             tuple(_level(stored[r], level, n, k, lead) for r, level in zip(level_roles("minimum"), spec.minimum)),
@@ -55,7 +62,7 @@ def plain_scheme(spec: QuantSpec, *, packed: bool) -> PlainScheme:
     """The scheme of `spec` with one tensor for each level; `packed`: several codes in a word."""
     if packed and not (spec.quantized and spec.dtype.bits < 8):
         raise SpecError("only codes of fewer than 8 bits can be packed", got=spec)
-    dtypes = WORDS if packed else _byte_dtypes(spec.dtype)
+    dtypes = WORDS if packed else _code_dtypes(spec.dtype)
     parts = [part("codes", ".codes", dtypes, "n k^" if packed else "n k", bits=spec.dtype.bits if packed else 1)]
     levels = [*zip(level_roles("scale"), spec.scales), *zip(level_roles("minimum"), spec.minimum)]
     parts += [_level_part(role, level) for role, level in levels]
@@ -75,6 +82,32 @@ def _level_part(role: str, level: Level) -> Part:
     return part(role, f".{role}", _byte_dtypes(level.dtype), (*axes, "1 1") if level.block == TENSOR else axes)
 
 
+def _code_dtypes(dtype: DType) -> tuple[str, ...]:
+    """The dtypes in which unpacked codes may come."""
+    return (*_byte_dtypes(dtype), "I8") if _is_biased(dtype) else _byte_dtypes(dtype)
+
+
+def _is_biased(dtype: DType) -> bool:
+    """Whether the codes of a byte are signed integers shifted by 128: engines hold these as torch.int8."""
+    return dtype.bits == 8 and dtype.kind == INTEGER and dtype.table[0] == dtype.min == -128
+
+
+def _from_zero(codes: Tensor, dtype: DType) -> Tensor:
+    """Bytes of codes that start at 0. The sign bit is what two's complement and the shift by 128 differ in."""
+    return codes_of(codes) ^ 0x80 if codes.dtype == torch.int8 and _is_biased(dtype) else codes_of(codes)
+
+
+def _check_range(what: str, codes: Tensor, highest: int, hint: str | None = None) -> None:
+    """Raise unless all are from 0 to `highest`: kernels have no bits for others, and would change other codes."""
+    limits = torch.iinfo(codes.dtype)
+    if not codes.numel() or (limits.min == 0 and limits.max <= highest):
+        return
+    low, high = torch.aminmax(codes)
+    if unusual((low < 0) | (high > highest)):
+        got = f"{int(low)} to {int(high)}"
+        raise BadValue(f"{what} out of range", expected=f"0 to {highest}", got=got, hint=hint)
+
+
 def _byte_dtypes(dtype: DType) -> tuple[str, ...]:
     """The dtypes in which single numbers of a type may come: their bytes, or torch's own type."""
     if dtype == ZERO16:
@@ -90,4 +123,7 @@ def _level(tensor: Tensor, level: Level, n: int, k: int, lead: tuple[int, ...]) 
     shaped = tensor.reshape(*lead, *level.shape(n, k))
     if level.dtype == ZERO16:
         return shaped.to(torch.int16)
-    return shaped if level.dtype.wide is not None else codes_of(shaped)
+    if level.dtype.wide is not None:
+        return shaped
+    _check_range("codes of a level", codes_of(shaped), (1 << level.dtype.bits) - 1)
+    return codes_of(shaped)

@@ -37,10 +37,10 @@ _HOME = "layers.{layer}.experts"
 class ExpertTensors:
     """One matrix (w13 or w2) of all experts. Every tensor has the expert dimension first.
 
-    `codes` are [E, N, K], or packed along K in bytes or 32-bit words with the first code in the lowest bits. `scales`,
-    `zero` and `minimum` have the spec's levels, innermost first, in the spec's dtypes: [E, N, K / group] for groups,
-    [E, N / 128, K / 128] for blocks (gate and up have their own), [E, N] for channels, [E] for whole matrices (w13 also
-    [E, 2]: gate and up).
+    `codes` are [E, N, K], or packed along K in bytes or 32-bit words with the first code in the lowest bits. 8-bit
+    integers without zero points may be signed (torch.int8). `scales`, `zero` and `minimum` have the spec's levels,
+    innermost first, in the spec's dtypes: [E, N, K / group] for groups, [E, N / 128, K / 128] for blocks (gate and up
+    have their own), [E, N] for channels, [E] for whole matrices (w13 also [E, 2]: gate and up).
     Columns must be in natural order. Views are fine: a transposed matrix is given as `t.transpose(1, 2)`.
     """
 
@@ -101,6 +101,10 @@ def parts_from_tensors(
         raise error.within("from_tensors") from error
     if expert_map is not None:
         recipe = _with_map(recipe, expert_map)
+    problem = recipe.choice.problem
+    if problem.top_k > problem.global_experts:
+        expected = f"at most {problem.global_experts}"
+        raise SpecError("a token has more experts than there are", where="top_k", expected=expected, got=problem.top_k)
     device = recipe.choice.device.torch
     parts = pull(recipe, reader_of(tensors, device), source=source_of(tensors.values(), device))
     if expert_map is None:

@@ -80,6 +80,8 @@ class LoadOptions:
     router: bool = True
 
     def __post_init__(self) -> None:
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k is True or self.top_k < 1):
+            raise SpecError("not a number of experts", where="top_k", expected="a whole number from 1", got=self.top_k)
         check_split(self.gpu_memory, self.gpu_experts, self.moves, self.cpu_threads, order=self.order)
 
     def family(self, model: Mapping[str, Any]) -> Naming:

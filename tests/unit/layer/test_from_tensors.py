@@ -12,13 +12,22 @@ from torch import Tensor
 
 from lancebill import ExpertTensors, ModelExperts, Placement, RoutedExperts
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.errors import CheckpointProblems, LancebillError, LaunchError, SpecError, WrongDtype, WrongShape
+from lancebill.errors import (
+    BadValue,
+    CheckpointProblems,
+    LancebillError,
+    LaunchError,
+    SpecError,
+    WrongDtype,
+    WrongShape,
+)
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.layer.from_tensors import INTERLEAVED, ROW_ORDERS, UP_GATE
 from lancebill.layer.parts import pull
 from lancebill.numbers.bit_packing import pack_bits
 from lancebill.numbers.spec import FP8_TENSOR, TENSOR
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import FACTORS, LogicalWeight
 from lancebill.testing.checkpoints import Generated, generate, small_size
 from lancebill.testing.conformance import all_examples
@@ -192,3 +201,54 @@ def test_wrong_tensors_are_refused_with_all_reasons() -> None:
     refused(SpecError, "each matrix", spec={"w13": "mxfp4"})
     refused(SpecError, "share blocks", spec="fp8-block", rows=INTERLEAVED)
     refused(WrongDtype, "no checkpoint holds", w2=replace(w2, codes=w2.codes.to(torch.complex64)))
+
+
+def _small(spec: str, hidden: int = 64, inner: int = 32) -> tuple[ExpertTensors, ExpertTensors]:
+    """w13 and w2 of two experts with one code in each byte."""
+    g, made, level = torch.Generator().manual_seed(0), [], parse_spec(spec)
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        codes = torch.randint(1 << level.dtype.bits, (2, n, k), dtype=torch.uint8, generator=g)
+        scales = torch.full((2, *level.scales[0].shape(n, k)), 0.01, dtype=level.scales[0].dtype.storage)
+        zero = None if level.zero is None else torch.full((2, *level.zero.shape(n, k)), 8, dtype=torch.int32)
+        made.append(ExpertTensors(codes, (scales,), zero))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("matrix", ["gate", "up", "down"])
+def test_codes_and_zero_points_that_do_not_exist_are_refused(matrix: str) -> None:
+    """On the CPU a code of more than its bits would change the code of another row."""
+
+    def refused(spec: str, role: str, value: int, match: str) -> None:
+        w13, w2 = _small(spec)
+        tensor = getattr(w2 if matrix == "down" else w13, role)
+        tensor[1, 33 if matrix == "up" else 3, 0] = value
+        where = rf"layer 0, expert 1, {matrix} .*{match}"
+        for backend in ("cpu", "reference"):
+            with pytest.raises(BadValue, match=where):
+                RoutedExperts.from_tensors(w13, w2, spec, top_k=1, backend=backend)
+
+    for value in (16, 255):
+        refused("int4-g32:fp16", "codes", value, f"codes out of range; expected 0 to 15; got 0 to {value}")
+    zeros = {-20: "-20 to 8", 17: "8 to 17", 70_000: "8 to 70000"}
+    for value, got in zeros.items():
+        refused("int4-g32:fp16-zp", "zero", value, f"zero points out of range; expected 0 to 16; got {got}")
+
+
+@pytest.mark.parametrize("spec", ["int8-channel:fp32", "int8-g32:fp16"])
+def test_codes_of_8_bits_may_be_signed(spec: str) -> None:
+    w13, w2 = _small(spec)
+    signed = [replace(one, codes=(one.codes.int() - 128).to(torch.int8)) for one in (w13, w2)]
+    want, layer = (RoutedExperts.from_tensors(*pair, spec, top_k=1) for pair in ((w13, w2), signed))
+    _assert_same(layer, want, spec)
+    with pytest.raises(CheckpointProblems, match="expected U8; got I8"):  # whose zero points are those of 0 to 255
+        unsigned = [replace(one, codes=one.codes.view(torch.int8)) for one in _small("int8-g32:fp16-zp")]
+        RoutedExperts.from_tensors(*unsigned, "int8-g32:fp16-zp", top_k=1)
+
+
+def test_top_k_is_a_number_of_these_experts() -> None:
+    w13, w2 = _small("int4-g32:fp16")
+    for top_k in (9, 0, -1, True, 2.0):
+        with pytest.raises(SpecError, match=f"top_k: .*got {top_k}"):
+            RoutedExperts.from_tensors(w13, w2, "int4-g32:fp16", top_k=top_k)  # type: ignore[arg-type]
+    part = RoutedExperts.from_tensors(w13, w2, "int4-g32:fp16", top_k=3, expert_map=[0, -1, 1, -1])
+    assert part.problem.top_k == 3

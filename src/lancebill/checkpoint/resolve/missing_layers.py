@@ -20,7 +20,7 @@ _UNEVEN = (
     "moe_layers", "moe_layers_enum", "moe_layer_freq", "moe_layer_frequency", "moe_layer_interval",
     "moe_every_n_layers", "expert_layer_period", "hybrid_override_pattern", "layers_block_type",
 )  # fmt: skip
-_EVEN = (None, 0, 1, "", [])
+_EVEN: tuple[object, ...] = (None, 0, 1, "", [])
 
 
 def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
