@@ -22,6 +22,13 @@ def check_dense(**given: object) -> None:
             raise LaunchError(f"{name} is not dense", expected=torch.strided, got=value.layout)
 
 
+def check_stored(name: str, value: object) -> None:
+    """Raise unless this is a tensor that a checkpoint may hold: dense, with values."""
+    check_dense(**{name: value})
+    if isinstance(value, Tensor) and value.is_meta:
+        raise LaunchError(f"{name} has no values", expected="a tensor in memory", got="one on the meta device")
+
+
 def check_output(out: Tensor, x: Tensor) -> None:
     """Raise unless `out` can hold the result for `x`."""
     check_dense(out=out)

@@ -29,6 +29,7 @@ from lancebill.errors import (
     WrongShape,
 )
 from lancebill.formats.stored import DTYPE_NAMES, Stored
+from lancebill.layer.check_tensors import check_stored
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.moe.layout import W13, Layout, Packed
@@ -39,6 +40,7 @@ BATCH_BYTES = 128 << 20
 
 def header_of(name: str, tensor: Tensor) -> Stored:
     """The header that a checkpoint would have for this tensor."""
+    check_stored(name, tensor)
     if tensor.dtype not in DTYPE_NAMES:
         raise WrongDtype("no checkpoint holds this dtype", where=name, got=tensor.dtype)
     return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))

@@ -22,7 +22,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.missing_layers import missing_between
 from lancebill.checkpoint.resolve.naming import Claim
-from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor, SpecError
+from lancebill.errors import CheckpointError, CheckpointProblems, LaunchError, MissingTensor, SpecError, ranges
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer.gpu_room import check_room
 from lancebill.layer.parts import pull
@@ -135,6 +135,11 @@ class ModelExperts:
         """
         if not self.layers:
             raise SpecError("which layers have experts is not known", hint="give layers=, or headers as tensors=")
+        begun = [index for index, coming in self._coming.items() if coming.begun]
+        if begun:  # their tensors would be lost
+            what, hint = "tensors were pushed into these layers", "finish them, or fill_random first and push then"
+            raise LaunchError(what, where=f"layers {ranges(begun)}", hint=hint)
+        self._coming.clear()
         for index in [index for index in self.layers if index not in self._made]:
             recipe = Recipe.expected(self.config, index, self.options) if self.index is None else self.recipe(index)
             self._made[index] = RoutedExperts(random_parts(recipe, seed))

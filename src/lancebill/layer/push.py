@@ -18,6 +18,7 @@ from lancebill.checkpoint.resolve.router_check import needed_roles
 from lancebill.errors import DuplicateTensor, LancebillError, LaunchError, MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer.check_tensors import check_stored
 from lancebill.layer.collect import ExpertCollector, check_expert, header_of, raise_missing, raise_together
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import LoadOptions, Recipe
@@ -183,6 +184,7 @@ class PushedLayer(Generic[Made]):
     ) -> None:
         self._make, self._router = make, dict[str, Tensor]()
         self._made: Made | None = None
+        self.begun = False  # whether a tensor was pushed
         self._stage: _Planned | _Unplanned
         self.index = index
         if isinstance(source, Recipe):
@@ -210,7 +212,9 @@ class PushedLayer(Generic[Made]):
         if claim.router is None:
             self._go_on(self._stage.push(claim, name, tensor))
         else:
+            check_stored(name, tensor)
             self._router[claim.router] = self._naming.router.own(name, tensor)
+        self.begun = True
 
     @property
     def waits(self) -> bool:

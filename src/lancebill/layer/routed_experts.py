@@ -22,7 +22,14 @@ from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer import compiled_op
-from lancebill.layer.check_tensors import check_dense, check_logits, check_output, check_routing, without_gradient
+from lancebill.layer.check_tensors import (
+    check_dense,
+    check_logits,
+    check_output,
+    check_routing,
+    check_stored,
+    without_gradient,
+)
 from lancebill.layer.collect import ExpertCollector, raise_missing
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
 from lancebill.layer.movable_experts import MovableExperts
@@ -315,6 +322,7 @@ class RoutedExperts(MovableExperts):
                     if self.host_experts is not None:
                         self.host_experts.push(claim, name, tensor)
         else:
+            check_stored(name, tensor)
             own = self._require_refit().recipe.manifest.naming.router.own(name, tensor)
             self.take_router(claim.router, own.to(next(self.parameters()).device))
 

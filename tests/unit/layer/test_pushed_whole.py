@@ -156,3 +156,38 @@ def test_a_layer_that_is_planned_from_bad_experts_can_be_pushed_again() -> None:
         list(experts.divert(tensors.items()))
     list(experts.divert((name, tensor) for name, tensor in own.items()))
     assert experts.settled and experts.finish()[0].problem.experts == 2
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])
+def test_tensors_without_values_are_refused(known: bool) -> None:
+    """An error of its own, and the right tensor may come after it."""
+    made, headers, router = _with_router("glm4_moe")
+    experts = ModelExperts(made.config, tensors=headers if known else None, layers=[0])
+    correction = torch.zeros(SIZE.experts)
+    for name, tensor in ((router, correction), *list(made.tensors.items())[:2], *list(made.tensors.items())[-1:]):
+        for bad, match in ((tensor.to("meta"), "no values.*meta device"), (tensor.to_sparse(), "not dense")):
+            with pytest.raises(LaunchError, match=f"{name} .*{match}"):
+                experts.push(name, bad)
+        experts.push(name, tensor)
+        for other, rest in list(made.tensors.items())[2:-1]:
+            if name == router:
+                experts.push(other, rest)
+    layer = experts.finish()[0]
+    for name, tensor in ((router, correction), next(iter(made.tensors.items()))):
+        with pytest.raises(LaunchError, match="no values"):
+            layer.load_weights([(name, tensor.to("meta"))])
+    assert layer.settled
+
+
+def test_random_weights_do_not_replace_pushed_ones() -> None:
+    made = make_checkpoint("gptq")
+    experts = ModelExperts(made.config, tensors=made.headers)
+    with pytest.raises(CheckpointProblems):
+        experts.finish()  # nothing was pushed, so there is nothing to lose
+    assert sorted(experts.fill_random()) == [0, 1]
+    pushed = ModelExperts(made.config, tensors=made.headers)
+    list(pushed.divert(_without(made, 0)))
+    with pytest.raises(LaunchError, match=r"layers 1: tensors were pushed"):
+        pushed.fill_random()
+    pushed.layer(1)
+    assert sorted(pushed.fill_random()) == [0, 1] and pushed.settled
