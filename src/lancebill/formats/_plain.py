@@ -39,7 +39,7 @@ class PlainScheme(Scheme):
             _check_range("codes", codes, (1 << spec.dtype.bits) - 1)
         lead = codes.shape[:-2]
         if spec.zero is not None and spec.zero.dtype == ZERO16:
-            hint = "zero points are those of unsigned codes; 2**bits is one that was stored less 1"
+            hint = "zero points are numbers of unsigned codes, from 0; 2**bits only where they were stored less 1"
             _check_range("zero points", stored["zero"], 1 << spec.dtype.bits, hint)
         return LogicalWeight(
             spec,

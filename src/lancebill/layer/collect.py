@@ -76,6 +76,14 @@ def raise_together(errors: Sequence[LancebillError], layer: int) -> None:
         raise errors[0]
 
 
+def forget_refused(*parts: ExpertCollector) -> None:
+    """What one part of a split layer refused comes again, so the other must not have it already."""
+    refused = {expert for part in parts for expert in part.refused}
+    for part in parts if refused else ():
+        part.forget(refused)
+        part.refused = ()
+
+
 @dataclass(frozen=True)
 class _Use:
     """What a tensor is for: a role of a projection."""
@@ -95,6 +103,7 @@ class ExpertCollector:
         self.incomplete = set(incomplete)
         self.pending: dict[str, Tensor] = {}
         self._held = 0  # bytes of the pending tensors
+        self.refused: Collection[int] = ()  # experts that could not be packed with the last tensor
         self._complete: dict[int, None] = {}  # experts that are not packed yet, in the order in which they came
         self._taken: set[str] = set()  # everything since the last `finish`
         self._headers: dict[str, Stored] = {}  # of experts that are not planned yet
@@ -109,6 +118,7 @@ class ExpertCollector:
 
     def push(self, claim: Claim, name: str, tensor: Tensor, packed: Mapping[str, Packed], layout: Layout) -> None:
         """Take a tensor of this layer's experts, and pack what is complete."""
+        self.refused = ()
         header = header_of(name, tensor)
         self._check(claim, name, header)
         experts = self.recipe.plan.experts
@@ -211,16 +221,32 @@ class ExpertCollector:
             errors = self._errors(experts, packed, layout)
             refused = set(errors)
         finally:
-            again = {name for expert in refused for name in self._needs(expert)}
-            again |= {name for name in self._headers if self._owner(name) in refused}
-            self.incomplete |= refused
-            self._taken -= again
             self._complete.clear()
-            for name in again:
-                self._headers.pop(name, None)
-            for name in (held | again) & self.pending.keys():
-                self._held -= self.pending.pop(name).nbytes
+            self._release(held)
+            self.forget(refused)
+            self.refused = refused
         raise_together(list(errors.values()), self.recipe.plan.layer.index)
+
+    def forget(self, experts: Collection[int]) -> None:
+        """Drop the tensors of these experts, so that all of them may be pushed again."""
+        mine = set(experts) & set(self.recipe.plan.experts)
+        if not mine:
+            return
+        own = {name for expert in mine for name in self._needs(expert)}
+        own |= {name for name in self._headers if self._owner(name) in mine}
+        self.incomplete |= mine
+        self._taken -= own
+        self._release(own)
+        for name in own:
+            self._headers.pop(name, None)
+        for expert in [expert for expert in self._complete if self._needs(expert).keys() & own]:
+            del self._complete[expert]  # stacked tensors are of all experts
+            self.incomplete.add(expert)
+
+    def _release(self, held: Iterable[str]) -> None:
+        for name in held:
+            tensor = self.pending.pop(name, None)
+            self._held -= 0 if tensor is None else tensor.nbytes
 
     def _errors(
         self, experts: tuple[int, ...], packed: Mapping[str, Packed], layout: Layout

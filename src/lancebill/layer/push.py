@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -19,7 +20,14 @@ from lancebill.errors import DuplicateTensor, LancebillError, LaunchError, Missi
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer.check_tensors import check_stored
-from lancebill.layer.collect import ExpertCollector, check_expert, header_of, raise_missing, raise_together
+from lancebill.layer.collect import (
+    ExpertCollector,
+    check_expert,
+    forget_refused,
+    header_of,
+    raise_missing,
+    raise_together,
+)
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import LoadOptions, Recipe
 
@@ -48,11 +56,11 @@ class _Planned:
         return self.collector.settled and (self.host is None or self.host.settled)
 
     def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned:
-        try:
-            self.collector.push(claim, name, tensor, self.packed, self.layout)
-        finally:  # an error may be about other experts of the batch
+        with ExitStack() as after:  # also after an error: it may be about other experts of the batch
             if self.host is not None:
-                self.host.push(claim, name, tensor)
+                after.callback(forget_refused, self.collector, self.host.collector)
+                after.callback(self.host.push, claim, name, tensor)
+            self.collector.push(claim, name, tensor, self.packed, self.layout)
         return self
 
     def resume(self) -> _Planned:

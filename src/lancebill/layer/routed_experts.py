@@ -7,6 +7,7 @@ tensors and calling `finish` (a refit); until then it refuses to compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from lancebill.layer.check_tensors import (
     check_stored,
     without_gradient,
 )
-from lancebill.layer.collect import ExpertCollector, raise_missing
+from lancebill.layer.collect import ExpertCollector, forget_refused, raise_missing
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
 from lancebill.layer.movable_experts import MovableExperts
 from lancebill.layer.parts import LayerParts, pull
@@ -315,12 +316,12 @@ class RoutedExperts(MovableExperts):
     def push(self, claim: Claim, name: str, tensor: Tensor) -> None:
         """Take a tensor that `claim` says is this layer's."""
         if claim.router is None:
-            with self.standing_still(self.host_experts, self.settled):
-                try:
-                    self._require_refit().push(claim, name, tensor, self.packed, self.layout)
-                finally:  # an error may be about other experts of the batch
-                    if self.host_experts is not None:
-                        self.host_experts.push(claim, name, tensor)
+            refit, host = self._require_refit(), self.host_experts
+            with self.standing_still(host, self.settled), ExitStack() as after:
+                if host is not None:  # also after an error: it may be about other experts of the batch
+                    after.callback(forget_refused, refit, host._require_refit())
+                    after.callback(host.push, claim, name, tensor)
+                refit.push(claim, name, tensor, self.packed, self.layout)
         else:
             check_stored(name, tensor)
             own = self._require_refit().recipe.manifest.naming.router.own(name, tensor)

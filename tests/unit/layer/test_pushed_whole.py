@@ -115,16 +115,17 @@ def _spoilt(made: Generated, experts: tuple[int, ...]) -> tuple[dict[str, torch.
 
 
 @pytest.mark.parametrize("bad", [(1,), (0, 2)], ids=["one", "two"])
-@pytest.mark.parametrize("given", ["headers", "no-headers", "refit", "split"])
+@pytest.mark.parametrize("given", ["headers", "no-headers", "refit", "split", "split-refit"])
 def test_an_error_is_only_of_the_experts_that_are_bad(given: str, bad: tuple[int, ...]) -> None:
     """Experts are packed together, when the last of them comes. Only the bad ones must be pushed again."""
     made = make_checkpoint("deepseek_v4", "fp8-F8_E8M0", "deepseek_v4", layers=1)
-    options: dict[str, Any] = {"layers": [0], "router": False} | ({"gpu_experts": 2} if given == "split" else {})
+    options: dict[str, Any] = {"layers": [0], "router": False}
+    options |= {"gpu_experts": 2} if given.startswith("split") else {}
     whole = ModelExperts(made.config, tensors=made.headers, **options)
     list(whole.divert(made.tensors.items()))
     want = whole.finish()[0].state_dict()
     experts = ModelExperts(made.config, tensors=None if given == "no-headers" else made.headers, **options)
-    if given == "refit":
+    if given.endswith("refit"):
         list(experts.divert(made.tensors.items()))
         experts.finish()[0].packed["w13"]["codes"].zero_()
     tensors, own = _spoilt(made, bad)
@@ -144,6 +145,26 @@ def test_an_error_is_only_of_the_experts_that_are_bad(given: str, bad: tuple[int
     assert experts.settled
     got = experts.finish()[0].state_dict()
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_a_bad_expert_comes_again_to_both_parts_of_a_split_layer(refit: bool) -> None:
+    """Host memory has a copy of it as well, which waits for all others."""
+    made = make_checkpoint("deepseek_v4", "fp8-F8_E8M0", "deepseek_v4", layers=1)
+    options: dict[str, Any] = {"layers": [0], "router": False, "gpu_experts": 2, "moves": "recency"}
+    experts = ModelExperts(made.config, tensors=made.headers, **options)
+    if refit:
+        list(experts.divert(made.tensors.items()))
+        experts.finish()
+    tensors, own = _spoilt(made, (1,))
+    errors = 0
+    for name, tensor in tensors.items():
+        try:
+            experts.push(name, tensor)
+        except BadValue:
+            errors += 1
+            list(experts.divert(own.items()))
+    assert errors == 1 and experts.settled and experts.finish()[0].settled
 
 
 def test_a_layer_that_is_planned_from_bad_experts_can_be_pushed_again() -> None:
