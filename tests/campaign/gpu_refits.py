@@ -76,7 +76,7 @@ class Live:
 
 
 def loaded(made: Generated) -> RoutedExperts:
-    layer = RoutedExperts.from_config(made.config, 0, device=DEVICE, backend=OURS)
+    layer = RoutedExperts.from_config(made.config, 0, device=DEVICE, backend=OURS, router=False)
     layer.load_weights(made.tensors.items())
     return layer.finish()
 

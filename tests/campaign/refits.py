@@ -56,7 +56,7 @@ def push(rng: random.Random, layer: RoutedExperts, made: Generated) -> set[str]:
 
 
 def _loaded(made: Generated) -> RoutedExperts:
-    layer = RoutedExperts.from_config(made.config, 0)
+    layer = RoutedExperts.from_config(made.config, 0, router=False)
     layer.load_weights(made.tensors.items())
     return layer.finish()
 

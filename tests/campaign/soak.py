@@ -125,7 +125,7 @@ def soak_refit(rng: random.Random, fmt: Format, example: Example, refits: Tally)
 
 
 def _loaded(config: Config, tensors: dict[str, Tensor]) -> RoutedExperts:
-    layer = RoutedExperts.from_config(config, 0)
+    layer = RoutedExperts.from_config(config, 0, router=False)
     layer.load_weights(tensors.items())
     return layer.finish()
 

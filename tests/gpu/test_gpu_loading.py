@@ -71,7 +71,8 @@ def _assert_same(a: RoutedExperts, b: RoutedExperts) -> None:
 def test_pushed_gpu_tensors_stay_on_the_gpu(fmt: str, part: str, family: str, form: int, known: bool) -> None:
     made = make_checkpoint(fmt, part, family, form)
     want = _pulled(made, backend="reference")
-    experts = ModelExperts(made.config, tensors=made.headers if known else None, device="cuda", backend="reference")
+    headers = made.headers if known else None
+    experts = ModelExperts(made.config, tensors=headers, device="cuda", backend="reference", router=False)
     on_gpu = {name: tensor.cuda() for name, tensor in made.tensors.items()}
     with NoCopyToCpu():
         assert not list(experts.divert(on_gpu.items()))
