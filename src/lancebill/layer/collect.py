@@ -95,7 +95,7 @@ class _Use:
 class ExpertCollector:
     """Collects pushed tensors and packs experts into their rows; `incomplete` are those that have not wholly come.
 
-    From the first push to `finish` each tensor may come once.
+    From the first push to `finish` each of their tensors may come once.
     """
 
     def __init__(self, recipe: Recipe, incomplete: Iterable[int] = ()) -> None:
