@@ -7,6 +7,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from lancebill.serving.mail import Mail
 from lancebill.serving.metrics import CONTENT_TYPE, Metrics
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.replies import ChatReply, CompletionReply, Reply
-from lancebill.serving.requests import Served, wanted
+from lancebill.serving.requests import Served, Wanted, wanted
 from lancebill.serving.responses_reply import ResponsesReply
 
 MOST_BODY = 4 << 20  # bytes
+LONG_TEXT = 1 << 16  # characters that take a fraction of a second to tokenise; 4 MiB take many seconds
 LOOP_ROUNDS = 6  # of the event loop, from a connection that waits to be accepted to the task of its request
 MODELS = "/v1/models/"  # and the name of one
 PAGE = Path(__file__).with_name("page.html")
@@ -98,6 +100,7 @@ class App:
         self.engine, self.served, self.metrics, self.api_key = engine, served, metrics, api_key
         self._started = int(time.time())
         self._mail: Mail[Arrived] | None = None
+        self._long_texts = ThreadPoolExecutor(1, "lancebill-long-texts")
         self._model_path = f"{MODELS}{served.name}"
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[int]]]] = {
             "/": ("GET", self._page),
@@ -203,13 +206,7 @@ class App:
 
     async def _generate(self, call: Call, values: Mapping[str, Any], reply: Reply, done: str) -> int:
         """Generate and reply, for as long as the client is there."""
-        with self.engine.arriving():
-            # Long prompts take a while to tokenise; other requests go on meanwhile.
-            asked = await asyncio.to_thread(wanted, self.served, values)
-            await _let_others_begin()
-            generation = Generation(self.engine, self.served, asked, self._own_mail())
-            generation.submit()
-        answering = asyncio.create_task(self._answer(call, generation, reply, done))
+        answering = asyncio.create_task(self._answer(call, values, reply, done))
         gone = asyncio.create_task(call.until_gone())
         try:
             await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -220,7 +217,6 @@ class App:
             for task in (answering, gone):
                 task.cancel()
             await asyncio.gather(answering, gone, return_exceptions=True)
-            generation.close()
         return 200
 
     def _own_mail(self) -> Mail[Arrived]:
@@ -230,11 +226,34 @@ class App:
             self._mail = Mail(loop)
         return self._mail
 
-    async def _answer(self, call: Call, generation: Generation, reply: Reply, done: str) -> None:
-        if generation.wanted.stream:
-            await call.stream(_server_sent(reply.events(generation), done))
-        else:
-            await call.reply_json(200, await reply.whole(generation))
+    async def _answer(self, call: Call, values: Mapping[str, Any], reply: Reply, done: str) -> None:
+        with self.engine.arriving():
+            asked = await self._wanted(values)
+            await _let_others_begin()
+            generation = Generation(self.engine, self.served, asked, self._own_mail())
+            generation.submit()
+        try:
+            if asked.stream:
+                await call.stream(_server_sent(reply.events(generation), done))
+            else:
+                await call.reply_json(200, await reply.whole(generation))
+        finally:
+            generation.close()
+
+    async def _wanted(self, values: Mapping[str, Any]) -> Wanted:
+        """Tokenised in another thread, while other requests go on; long texts in a thread of their own, one after the
+        other, so that they never take all threads from short ones. One whose client has gone leaves that queue."""
+        lane = self._long_texts if _characters(values) > LONG_TEXT else None
+        return await asyncio.get_running_loop().run_in_executor(lane, wanted, self.served, values)
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a request."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
 
 
 async def _let_others_begin() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,10 @@ pytest.importorskip("jinja2")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_engine import VOCABULARY, Counting, running  # noqa: E402
+from test_engine import LIMIT, VOCABULARY, Counting, running  # noqa: E402
 
 from lancebill.errors import LaunchError, UnsupportedProblem  # noqa: E402
-from lancebill.serving.app import MOST_BODY, App, Call, ClientGone  # noqa: E402
+from lancebill.serving.app import LONG_TEXT, MOST_BODY, App, Call, ClientGone  # noqa: E402
 from lancebill.serving.engine import Answer, BatchEngine  # noqa: E402
 from lancebill.serving.generation import Generation, Piece  # noqa: E402
 from lancebill.serving.listen import bind_addresses  # noqa: E402
@@ -153,14 +154,19 @@ class Client:
 
     def __init__(self, path: str, body: Mapping[str, Any] | None = None, **headers: str) -> None:
         self.sent: list[Mapping[str, Any]] = []
+        self._gone = asyncio.Event()
         self._left = [{"type": "http.request", "body": json.dumps(body).encode()}]
         listed = [(name.encode(), value.encode()) for name, value in headers.items()]
         self.scope = {"method": "GET" if body is None else "POST", "path": path, "headers": listed}
 
     async def receive(self) -> dict[str, Any]:
         if not self._left:
-            await asyncio.Event().wait()
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
         return self._left.pop()
+
+    def leave(self) -> None:
+        self._gone.set()
 
     async def send(self, message: Mapping[str, Any]) -> None:
         self.sent.append(message)
@@ -200,6 +206,50 @@ def test_requests_that_the_end_of_the_server_cuts_get_an_error(stream: bool, tim
     asyncio.run(cut())
     assert client.status == (200 if stream else 503) and b"shutting down" in client.sent[-1]["body"]
     assert [message.get("more_body", False) for message in client.sent[1:]].count(False) == 1, "it ends once"
+    assert engine.stop(5)
+
+
+class Holding:
+    """A tokenizer that takes as long as it is told to for long texts."""
+
+    chat_template = None
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.go, self.begun = inner, threading.Event(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, text: str) -> Any:
+        if len(text) > LONG_TEXT:
+            self.begun += 1
+            self.go.wait(LIMIT)
+        return self.inner(text)
+
+
+def test_long_texts_keep_no_thread_from_short_ones() -> None:
+    engine, held = running(Counting()), Holding(served().tokenizer)
+    app = App(engine, replace(served(), tokenizer=held), Metrics())
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1}
+    long = {"model": "tiny", "messages": [{"role": "user", "content": "w3 " * LONG_TEXT}]}
+    many, short = [Client("/v1/chat/completions", long) for _ in range(40)], Client("/v1/chat/completions", body)
+
+    async def together() -> None:
+        tasks = [asyncio.create_task(app(each.scope, each.receive, each.send)) for each in many]
+        try:
+            while not held.begun:
+                await asyncio.sleep(0.001)
+            await asyncio.wait_for(app(short.scope, short.receive, short.send), LIMIT / 4)
+            assert short.status == 200 and held.begun == 1
+            many[1].leave()
+            await tasks[1]
+            assert not many[1].sent or many[1].status == 499, "its client does not wait any more"
+        finally:
+            held.go.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(together())
+    assert [each.status for each in many if each.sent] == [400] * 39 and held.begun == 39
     assert engine.stop(5)
 
 
