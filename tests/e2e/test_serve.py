@@ -369,3 +369,59 @@ def test_sigterm_ends_soon_and_lets_short_answers_finish(served: Served) -> None
     assert process.wait(timeout=LIMIT) in (0, -signal.SIGTERM)
     shown = process.stderr.read() if process.stderr else ""
     assert "int4-g32 x fp32 on" in shown and "run batched" in shown and "Traceback" not in shown
+
+
+SLOW = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_engine import Counting
+from test_requests import served
+from dataclasses import replace
+from lancebill.serving.app import App
+from lancebill.serving.engine import BatchEngine, Limits
+from lancebill.serving.listen import bind_addresses, make_server
+from lancebill.serving.metrics import Metrics
+
+engine = BatchEngine(Counting(float(sys.argv[3])), Limits(100_000)).start()
+app = App(engine, replace(served(), context=100_000), Metrics(), sys.argv[4])
+make_server(app).run(bind_addresses("127.0.0.1", int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, LIMIT), (signal.SIGINT, 0.01)])
+def test_requests_that_a_signal_cuts_are_told(number: signal.Signals, seconds: float) -> None:
+    """In a process with a model that only counts: one step that takes longer than everything else, or many steps."""
+    port, unit = free_port(), Path(__file__).parents[1] / "unit" / "serving"
+    command = [sys.executable, "-c", SLOW, str(unit), str(port), str(seconds), KEY]
+    url = f"http://127.0.0.1:{port}/v1"
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process, ThreadPoolExecutor(4) as pool:
+        try:
+            wait_until(lambda: answers(url))
+            page, more = "/v1/chat/completions", {"max_tokens": 90_000}
+            whole = [pool.submit(post, url, page, chat(**more)) for _ in range(2)]
+            streams = [pool.submit(streamed, url, chat(stream=True, **more)) for _ in range(2)]
+            wait_until(lambda: metric(url, "answers_running") + metric(url, "answers_waiting") == 4)
+            start = time.monotonic()
+            process.send_signal(number)
+            for status, reply in (each.result(LIMIT) for each in whole):
+                assert status == 503 and reply["error"]["code"] == "shutting_down"
+            for text in (each.result(LIMIT) for each in streams):
+                assert json.loads(text.rstrip().rpartition("data: ")[2])["error"]["code"] == "shutting_down"
+            process.wait(LIMIT)
+            assert time.monotonic() - start < LIMIT / 4, "5 s where no other program computes"
+        finally:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(get(url.removesuffix("v1") + "health"))
+    return False
+
+
+def streamed(url: str, body: Any) -> str:
+    """All that comes of a stream."""
+    listed = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), listed)
+    with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+        return str(answer.read().decode())

@@ -28,6 +28,7 @@ RECEIVE_SECONDS = 30.0  # for a whole request, from its first byte (or from the 
 STALL_SECONDS = 60.0  # a client that does not read its reply for this long is dropped
 IDLE_SECONDS = 15  # a connection between two requests
 FINISH_SECONDS = 2  # at the end, for the requests that are still open; the whole end takes less than 5 s
+REFUSE_SECONDS = 1.0  # then, to tell those that did not end
 
 
 class BoundedConnection(H11Protocol):
@@ -89,6 +90,16 @@ _TOO_MANY = _raw_reply(
 )
 
 
+class TellingServer(uvicorn.Server):
+    """A server whose process lives until the requests that its end cuts have been told so."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn only cancels them: it raises the signal again before any of them could reply."""
+        await super().shutdown(sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=REFUSE_SECONDS)
+
+
 def make_server(app: App) -> uvicorn.Server:
     """A server for `run(sockets)`. At SIGINT or SIGTERM open requests have `FINISH_SECONDS` to end."""
     config = uvicorn.Config(
@@ -102,7 +113,7 @@ def make_server(app: App) -> uvicorn.Server:
         timeout_graceful_shutdown=FINISH_SECONDS,
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return TellingServer(config)
 
 
 def bind_addresses(host: str, port: int) -> list[socket.socket]:
