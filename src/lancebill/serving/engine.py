@@ -4,6 +4,11 @@ Every step continues all running answers: those with a prompt left take a share 
 others one token each. Prompts share evenly, so that a short one does not wait for a long one. How many tokens a step
 reads follows from how long steps take: answers under way, and those that come next, wait for it. The first step after a
 pause waits a moment for requests that come together: one that just misses a step waits for all of it.
+
+Answers are admitted for what they hold, not for what they may come to hold: few get as long as they may. Where running
+ones hold too much, the newest is paused: it gives its keys and values away and is the first in the queue. Once it runs
+again, the model reads what it had, prompt and answer, as one prompt. That is the case only after another one has ended,
+because those that run do not become smaller: no answer is paused twice without another's end, and the oldest never is.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from lancebill.serving.sampling import Sampling, Token, choose, most_likely
 STEP_SECONDS = 0.25  # how long a step that reads prompts may take, within the next two limits
 LEAST_STEP_TOKENS = 128  # of prompts: with fewer, reading the weights would take most of the time
 MOST_STEP_TOKENS = 1024
+GROWTH = 256  # tokens that there is room for beside each answer when one begins: with less it would soon be paused
 GATHER_SECONDS = 0.05  # the longest that a first answer waits for others: too short to be noticed
 
 
@@ -33,7 +39,7 @@ class Limits:
 
     context: int  # tokens of one answer and its prompt
     running: int = 32  # answers computed together
-    cached_tokens: int = 1 << 17  # of all running answers together, with those still to come
+    cached_tokens: int = 1 << 17  # of all running answers together; a single one may hold more
     waiting: int = 128  # answers in the queue
     kept_tokens: int = 1 << 13  # of ended answers, for prompts that start equally; they make room for running ones
 
@@ -55,37 +61,54 @@ class Answer:
     def __init__(self, prompt: Sequence[int], most: int, how: Sampling, deliver: Deliver) -> None:
         self.prompt, self.most, self.how, self.deliver = list(prompt), most, how, deliver
         self.tokens: list[int] = []
-        self.read = 0  # tokens of the prompt that the model has seen
+        self.text = self.prompt  # what the model reads before it generates: after a pause all tokens until then
+        self.read = 0  # tokens of this text that the model has seen
+        self.known = 0  # tokens of this text that it had seen before a pause
         self.shared = 0  # of these, with another answer
         self.state: Any = None
         self.source = how.generator()
-        self.cancelled = False
+        self.cancelled = self.paused = False
         self.submitted = time.perf_counter()
 
     @property
-    def reserved(self) -> int:
-        """Tokens that it may come to hold."""
-        return len(self.prompt) + self.most
+    def held(self) -> int:
+        """Tokens whose keys and values it has after its next steps: what is left of a prompt counts too."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def growing(self) -> int:
+        """Tokens that it should have room for when it begins."""
+        return self.held + min(GROWTH, self.most - len(self.tokens))
 
     @property
     def reads(self) -> bool:
-        """Whether the model has not seen all of the prompt."""
-        return self.read < len(self.prompt)
+        """Whether the model has not seen all of the text."""
+        return self.read < len(self.text)
+
+    def pause(self) -> None:
+        """Everything is to be read again, once it goes on."""
+        self.known = max(self.known, self.held if self.tokens else self.read)
+        self.paused, self.text, self.read = True, [*self.prompt, *self.tokens], 0
 
     def pending(self, share: int) -> Sequence[int]:
         """The tokens of its next step."""
         if self.reads:
-            return self.prompt[self.read : self.read + share]
+            return self.text[self.read : self.read + share]
         return self.tokens[-1:]
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Answers that are `running` and `waiting` now, and what happened since the start."""
+    """Answers that are `running`, `waiting` (for their first step) and `paused` now, and what happened since the start.
+
+    `prompt_tokens` are those that the model has read for the first time, `reread_tokens` those after a pause.
+    """
 
     running: int
     waiting: int
+    paused: int
     prompt_tokens: int
+    reread_tokens: int
     shared_tokens: int
     generated_tokens: int
     cancelled: int
@@ -111,7 +134,8 @@ class BatchEngine:
         self._arriving = 0  # requests
         self._step_tokens = LEAST_STEP_TOKENS  # of prompts in the next step
         self._stopping = False
-        self._prompt_tokens = self._shared_tokens = self._generated = self._cancelled = self._steps = 0
+        self._prompt_tokens = self._reread = self._shared_tokens = 0
+        self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
 
     def start(self) -> BatchEngine:
@@ -137,8 +161,9 @@ class BatchEngine:
     def submit(self, answers: Sequence[Answer]) -> None:
         """Queue answers; all or none. An engine that has ended ends them with an error."""
         with self._changed:
-            if len(self._waiting) + len(answers) > self.limits.waiting:
-                raise QueueFull("the queue is full", got=f"{len(self._waiting)} answers waiting")
+            waiting = len(self._waiting) - self._paused()  # these have been admitted
+            if waiting + len(answers) > self.limits.waiting:
+                raise QueueFull("the queue is full", got=f"{waiting} answers waiting")
             if not self._stopping:
                 self._waiting.extend(answers)
                 self._changed.notify()
@@ -162,8 +187,13 @@ class BatchEngine:
 
     def counters(self) -> Counters:
         with self._changed:
-            tokens = self._prompt_tokens, self._shared_tokens, self._generated
-            return Counters(len(self._running), len(self._waiting), *tokens, self._cancelled, self._steps)
+            paused = self._paused()
+            tokens = self._prompt_tokens, self._reread, self._shared_tokens, self._generated
+            waiting = len(self._waiting) - paused
+            return Counters(len(self._running), waiting, paused, *tokens, self._cancelled, self._steps)
+
+    def _paused(self) -> int:
+        return sum(answer.paused for answer in self._waiting)
 
     def _loop(self) -> None:
         try:
@@ -177,15 +207,17 @@ class BatchEngine:
             self._end(left, End("error"))
 
     def _admit(self) -> bool:
-        """Wait for work, drop cancelled answers and start waiting ones; False at the end."""
+        """Wait for work, drop cancelled answers, pause those without room, start waiting ones; False at the end."""
         with self._changed:
             while not self._stopping:
                 if self._waiting and not self._running:
                     self._gather()
                 self._drop_cancelled()
+                self._pause()
                 while self._waiting and self._fits(self._waiting[0]):
                     self._running.append(self._waiting.popleft())
-                self._prefixes.shrink(self.limits.cached_tokens - sum(answer.reserved for answer in self._running))
+                    self._running[-1].paused = False
+                self._prefixes.shrink(self.limits.cached_tokens - self._held())
                 if self._running:
                     return not self._stopping
                 self._changed.wait()
@@ -209,8 +241,20 @@ class BatchEngine:
     def _fits(self, answer: Answer) -> bool:
         if not self._running:
             return True
-        reserved = answer.reserved + sum(other.reserved for other in self._running)
-        return len(self._running) < self.limits.running and reserved <= self.limits.cached_tokens
+        growing = answer.growing + sum(other.growing for other in self._running)
+        return len(self._running) < self.limits.running and growing <= self.limits.cached_tokens
+
+    def _held(self) -> int:
+        return sum(answer.held for answer in self._running)
+
+    def _pause(self) -> None:
+        """The newest answers leave until the others have room for the next step. They are the last of those that run
+        and become the first of those that wait, so both stay in the order in which they came."""
+        while len(self._running) > 1 and self._held() > self.limits.cached_tokens:
+            answer = self._running.pop()
+            self._release(answer)
+            answer.pause()
+            self._waiting.appendleft(answer)
 
     def _step(self) -> None:
         answers = list(self._running)
@@ -227,17 +271,23 @@ class BatchEngine:
             return
         seconds = time.monotonic() - start
         self._steps += 1
-        read_before = self._prompt_tokens
+        read = 0
         for row, answer in enumerate(answers):
             if answer.reads:
-                answer.read += len(tokens[row])
-                self._prompt_tokens += len(tokens[row])
+                read += self._count_read(answer, len(tokens[row]))
             if answer.reads:
                 continue
             how = answer.how
             token = Token(best[row]) if how.plain else choose(logits[row], how, answer.tokens, answer.source)
             self._take(answer, token)
-        self._fit_steps(self._prompt_tokens - read_before, seconds)
+        self._fit_steps(read, seconds)
+
+    def _count_read(self, answer: Answer, count: int) -> int:
+        again = max(0, min(count, answer.known - answer.read))
+        answer.read += count
+        self._prompt_tokens += count - again
+        self._reread += again
+        return count
 
     def _next_tokens(self, answers: Sequence[Answer]) -> dict[Answer, Sequence[int]]:
         """What the next step appends to each answer; not to new ones that wait for what another one reads."""
@@ -251,12 +301,13 @@ class BatchEngine:
         return max(1, self._step_tokens // max(1, sum(answer.reads for answer in answers)))
 
     def _begin(self, answer: Answer, share: int) -> bool:
-        begun = self._prefixes.begin(answer.prompt, share)
+        begun = self._prefixes.begin(answer.text, share)
         if begun is None:
             return False
         answer.state, answer.read = begun
-        answer.shared = answer.read
-        self._shared_tokens += answer.shared
+        if not answer.known:
+            answer.shared = answer.read
+            self._shared_tokens += answer.shared
         return True
 
     def _fit_steps(self, read: int, seconds: float) -> None:

@@ -34,7 +34,9 @@ class Metrics:
         rows = (
             ("gauge", "answers_running", "Answers that are being generated.", engine.running),
             ("gauge", "answers_waiting", "Answers in the queue.", engine.waiting),
+            ("gauge", "answers_paused", "Answers that wait until others leave them room.", engine.paused),
             ("counter", "prompt_tokens_total", "Tokens of prompts that the model has read.", engine.prompt_tokens),
+            ("counter", "reread_tokens_total", "Tokens that were read again after a pause.", engine.reread_tokens),
             ("counter", "shared_prompt_tokens_total", "Prompt tokens taken from other answers.", engine.shared_tokens),
             ("counter", "generated_tokens_total", "Tokens that the model has generated.", engine.generated_tokens),
             ("counter", "answers_cancelled_total", "Answers ended by a stop string or their client.", engine.cancelled),

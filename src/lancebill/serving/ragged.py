@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 ATTENTION = "lancebill_ragged"
 FIRST_CAPACITY = 64  # tokens; doubled whenever it is used up
+MOST_UNUSED = 1024  # tokens that a sequence has memory for and does not hold
 PROBES = ((3, 1, 4, 1, 5), (9, 2, 6))  # of the two sequences that `runner` compares; far apart, they are token ids
 SPREAD = 40503  # the first ids of a vocabulary are special tokens, whose logits say little
 KEEP_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer}
@@ -78,7 +79,8 @@ class SmallSteps(Protocol):
 
 def room(tokens: int) -> int:
     """How many tokens a sequence of so many gets memory for."""
-    return max(FIRST_CAPACITY, 1 << (tokens - 1).bit_length())
+    doubled = 1 << (tokens - 1).bit_length()
+    return max(FIRST_CAPACITY, min(doubled, -(-tokens // MOST_UNUSED) * MOST_UNUSED))
 
 
 class KeysValues:

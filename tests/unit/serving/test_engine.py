@@ -26,6 +26,7 @@ class Counting:
     def __init__(self, seconds: float = 0.0, seconds_per_token: float = 0.0) -> None:
         self.seconds, self.seconds_per_token, self.steps = seconds, seconds_per_token, list[list[int]]()
         self.fail_at: int | None = None
+        self.held = list[int]()  # tokens of all sequences, after each step
 
     def new_sequence(self) -> list[int]:
         return []
@@ -39,6 +40,7 @@ class Counting:
         for row, (sequence, new) in enumerate(zip(sequences, tokens)):
             sequence.extend(new)
             logits[row, sum(sequence) % VOCABULARY] = 1
+        self.held.append(sum(map(len, sequences)))
         return logits
 
 
@@ -206,3 +208,91 @@ def test_a_step_that_fails_costs_its_answers_only() -> None:
     engine.submit([later])
     assert later.wait() == alone([2], 10)
     engine.stop(LIMIT)
+
+
+def finish(engine: BatchEngine, answers: Sequence[Followed]) -> None:
+    """All are the answers given alone, and nothing is left."""
+    assert [answer.wait() for answer in answers] == [alone(answer.prompt, answer.most) for answer in answers]
+    counted = engine.counters()
+    assert (counted.running, counted.waiting, counted.paused) == (0, 0, 0)
+    assert counted.prompt_tokens == sum(len(answer.prompt) for answer in answers)
+    assert engine.stop(LIMIT)
+
+
+def test_answers_that_may_get_long_run_together() -> None:
+    """Eight that may fill the whole context, in room for four of these; they are as short as most are."""
+    model = Counting()
+    engine = BatchEngine(model, Limits(1 << 15), ends=[5])
+    answers = [Followed([1, 3], (1 << 15) - 2) for _ in range(8)]  # 4, 8, 16 ...
+    ending = [Followed([0, 5], 1 << 15) for _ in range(8)]
+    engine.submit([*answers, *ending])
+    engine.start()
+    for answer in ending:
+        assert answer.wait() == ([], "stop")
+    assert model.steps[0] == [2] * 16
+    engine.cancel(answers)
+    assert engine.stop(LIMIT)
+
+
+@pytest.mark.parametrize("share", [1000, 7])
+@pytest.mark.parametrize("growth", [1, 3, 256])
+def test_the_newest_answers_wait_when_all_have_become_long(
+    growth: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "GROWTH", growth)
+    limit_steps(monkeypatch, share)
+    model = Counting()
+    engine = BatchEngine(model, Limits(4096, cached_tokens=100))
+    answers = [Followed(range(1, 4 + i), 40 + i * 7 % 30) for i in range(9)]
+    engine.submit(answers[:5])
+    engine.start()
+    engine.submit(answers[5:])
+    finish(engine, answers)
+    assert max(model.held) <= 100 and (engine.counters().reread_tokens > 0) == (growth < 256)
+
+
+def test_the_oldest_answer_goes_on_whatever_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GROWTH", 1)
+    model = Counting()
+    engine = BatchEngine(model, Limits(4096, cached_tokens=50))
+    first, second = Followed([1], 120), Followed([2], 60)
+    engine.submit([first, second])
+    engine.start()
+    finish(engine, [first, second])
+    # Both while there is room, the first one to its end, then what the second one had as one prompt.
+    assert [len(step) for step in model.steps] == [2] * 25 + [1] * (95 + 35) and model.steps[120] == [26]
+    assert engine.counters().reread_tokens == 26
+
+
+def test_paused_answers_are_counted_and_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GROWTH", 1)
+    model = Counting(0.002)
+    engine = running(model, cached_tokens=60, waiting=2)
+    long, gone, last = Followed([1], 3000), Followed([2], 3000), Followed([3], 20)
+    engine.submit([long, gone])
+    while not engine.counters().paused:
+        time.sleep(0.001)
+    counted = engine.counters()
+    assert (counted.running, counted.waiting, counted.paused) == (1, 0, 1)
+    said = len(gone.got)
+    engine.submit([last, Followed([4])])  # a paused answer takes no place of the queue
+    with pytest.raises(QueueFull):
+        engine.submit([Followed([4])])
+    engine.cancel([gone])
+    while engine.counters().cancelled == 0:
+        time.sleep(0.001)
+    assert len(gone.got) == said and engine.counters().paused == 0
+    engine.cancel([long])
+    assert last.wait() == alone([3], 20)
+    assert engine.stop(LIMIT)
+
+
+def test_a_stopped_engine_ends_paused_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GROWTH", 1)
+    engine = running(Counting(0.002), cached_tokens=60)
+    answers = [Followed([1], 3000), Followed([2], 3000)]
+    engine.submit(answers)
+    while not engine.counters().paused:
+        time.sleep(0.001)
+    assert engine.stop(LIMIT)
+    assert [answer.wait()[1] for answer in answers] == ["error"] * 2

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_engine import LIMIT, Counting, Followed, limit_steps  # noqa: E402
 
+from lancebill.serving import engine as engines  # noqa: E402
 from lancebill.serving import prefixes  # noqa: E402
-from lancebill.serving.engine import BatchEngine, Limits  # noqa: E402
+from lancebill.serving.engine import BatchEngine, Counters, Limits  # noqa: E402
 from lancebill.serving.prefixes import LEAST_SHARED, MOST_KEPT, Prefixes  # noqa: E402
 from lancebill.serving.ragged import FIRST_CAPACITY, KeysValues, RaggedModel, SeparateModel, runner  # noqa: E402
 from lancebill.serving.sampling import Sampling  # noqa: E402
@@ -187,6 +188,30 @@ def test_running_answers_have_the_room(model: RaggedModel) -> None:
         assert engine._prefixes.tokens == FIRST_CAPACITY
         ask(engine, [9] * 100, 50)  # with it, more than 200
         assert ask(engine, SYSTEM).shared == 0
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 1 << 13])
+def test_answers_that_pause_go_on_as_they_would_have(
+    model: RaggedModel, kept_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three choices of one prompt and others, which draw random numbers, in too little room."""
+    monkeypatch.setattr(engines, "GROWTH", 1)
+    prompts = [SYSTEM, SYSTEM, SYSTEM, SYSTEM[:20], [9] * 30]
+
+    def asked(**limits: int) -> tuple[list[list[int]], Counters]:
+        sampling = [Sampling(temperature=1.0, seed=i, presence_penalty=0.5) for i in range(len(prompts))]
+        answers = [Followed(prompt, 60 + 9 * i, sampling[i]) for i, prompt in enumerate(prompts)]
+        engine = BatchEngine(model, Limits(1024, kept_tokens=kept_tokens, **limits))
+        engine.submit(answers)
+        engine.start()
+        assert all(answer.wait() == (answer.tokens, "length") for answer in answers)
+        assert engine.stop(LIMIT) and engine._prefixes.tokens <= min(kept_tokens, limits.get("cached_tokens", 1 << 17))
+        return [answer.tokens for answer in answers], engine.counters()
+
+    expected, before = asked()
+    found, counted = asked(cached_tokens=250)
+    assert found == expected and before.reread_tokens == 0 < counted.reread_tokens
+    assert counted.prompt_tokens + counted.shared_tokens == sum(map(len, prompts))
 
 
 def filled(length: int) -> KeysValues:

@@ -18,6 +18,7 @@ from lancebill.serving.ragged import (  # noqa: E402
     RaggedModel,
     SeparateModel,
     attention,
+    room,
     runner,
 )
 from lancebill.serving.start import end_tokens, start  # noqa: E402
@@ -67,6 +68,11 @@ def test_keys_and_values_are_kept_when_there_must_be_more_room() -> None:
         keys, values = sequence.append(0, piece, -piece)
         sequence.length += piece.shape[2]
     assert torch.equal(keys, torch.cat(pieces, dim=2)) and torch.equal(values, -keys)
+
+
+def test_memory_for_more_tokens() -> None:
+    assert [room(tokens) for tokens in (1, 64, 65, 1000, 1024)] == [64, 64, 128, 1024, 1024]
+    assert [room(tokens) for tokens in (1025, 2048, 2049, 30000)] == [2048, 2048, 3072, 30720]
 
 
 class OneLayer(NamedTuple):
