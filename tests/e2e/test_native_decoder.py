@@ -96,6 +96,21 @@ def test_angles_are_those_of_the_model(rotary: dict[str, Any], tmp_path: Path, m
         assert not decoder.current(), "the table is of the old ones"
 
 
+def test_angles_of_a_call_in_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_decoders, "MOST_ROWS", 8)
+    model = load(
+        "mixtral",
+        {"max_position_embeddings": 12, "rope_parameters": {**DYNAMIC, "rope_theta": 100.0}},
+        tmp_path,
+        monkeypatch,
+    )
+    decoder = native_decoder(model)
+    assert isinstance(decoder, NativeDecoder)
+    want = logits_of(model, PROMPT)
+    chosen = RaggedModel(model, decoder)
+    torch.testing.assert_close(chosen.step([chosen.new_sequence()], [PROMPT])[0], want, rtol=2e-3, atol=2e-4)
+
+
 def test_longer_steps_are_computed_by_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways share the keys and values of a sequence."""
     model = load("mixtral", {}, tmp_path, monkeypatch)

@@ -94,21 +94,21 @@ class NativeDecoder:
         `picks` ascend. Tokens of one sequence are in their order.
         """
         found = []
+        cos, sin = self._rotation(positions)  # of all at once: as the model's own, they may depend on the largest
         for first in range(0, len(ids), MOST_ROWS):
             part = slice(first, first + MOST_ROWS)
             own = [pick - first for pick in picks if first <= pick < first + MOST_ROWS]
-            found.append(self._rows(ids[part], positions[part], capacities[part], caches[part], own))
+            rows = DecodeRows(
+                cos[part], sin[part], positions[part], capacities[part], caches[part], self.cache_type, own
+            )
+            found.append(self._rows(ids[part], rows))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _rows(
-        self, ids: Sequence[int], positions: Sequence[int], capacities: Sequence[int], caches: Sequence[int],
-        picks: Sequence[int],
-    ) -> Tensor:  # fmt: skip
+    def _rows(self, ids: Sequence[int], rows: DecodeRows) -> Tensor:
         """The same for as many tokens as the buffers hold."""
         self._embed(torch.tensor(ids, device="cpu"))
-        cos, sin = self._rotation(positions)
-        self.program.run(DecodeRows(cos, sin, positions, capacities, caches, self.cache_type, picks))
-        return torch.from_numpy(self.logits[: len(picks)].numpy().copy())  # torch would use its threads
+        self.program.run(rows)
+        return torch.from_numpy(self.logits[: len(rows.picks)].numpy().copy())  # torch would use its threads
 
     def _embed(self, ids: Tensor) -> None:
         few = max(1, ONE_THREAD // self.x.shape[1])
