@@ -23,7 +23,7 @@ from typing import Any
 
 from lancebill.errors import QueueFull
 from lancebill.serving.prefixes import Prefixes
-from lancebill.serving.ragged import Runner
+from lancebill.serving.runners import Runner
 from lancebill.serving.sampling import Sampling, Token, choose, most_likely
 
 STEP_SECONDS = 0.25  # how long a step that reads prompts may take, within the next two limits
@@ -298,6 +298,8 @@ class BatchEngine:
 
     def _share(self, answers: Sequence[Answer]) -> int:
         """How many tokens of its prompt each of these may read in the next step."""
+        if self._runner.whole_prompts:
+            return self.limits.context
         return max(1, self._step_tokens // max(1, sum(answer.reads for answer in answers)))
 
     def _begin(self, answer: Answer, share: int) -> bool:

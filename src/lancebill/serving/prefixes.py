@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from lancebill.serving.ragged import KeysValues, RaggedModel, Runner, room
+from lancebill.serving.ragged import KeysValues, RaggedModel, room
+from lancebill.serving.runners import Runner
 
 LEAST_SHARED = 16  # tokens: fewer are soon read
 MOST_KEPT = 32  # sequences: a new prompt is compared with all of them

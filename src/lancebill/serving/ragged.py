@@ -3,78 +3,30 @@
 `RaggedModel` lays the new tokens of all sequences in one row, prompts and single tokens alike, so that every matrix is
 read once for all of them and nothing is padded. Only attention must know where a sequence begins: transformers calls
 our function for it, which gives each sequence its own keys and values. A model that this does not fit (recurrent
-layers, attention of its own kind) runs its sequences one after the other (`SeparateModel`).
+layers, attention of its own kind, positions that depend on the longest sequence) runs its sequences one after the other
+(`SeparateModel`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from lancebill.serving.probes import agree, independent, probe, probe_tokens, rounding_of
+from lancebill.serving.runners import KeysShape, Runner, SmallSteps
+from lancebill.serving.whole_prompts import DynamicAngles, pieces_differ, varying_angles
 
 ATTENTION = "lancebill_ragged"
 FIRST_CAPACITY = 64  # tokens; doubled whenever it is used up
 MOST_UNUSED = 1024  # tokens that a sequence has memory for and does not hold
-PROBES = ((3, 1, 4, 1, 5), (9, 2, 6))  # of the two sequences that `runner` compares; far apart, they are token ids
-SPREAD = 40503  # the first ids of a vocabulary are special tokens, whose logits say little
 KEEP_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer}
-MOST_DIFFERENCE = 0.2  # of the norm of the logits: 16-bit models differ a little, wrong attention much more
-
-
-class Runner(Protocol):
-    """A model that continues several sequences in one call."""
-
-    def new_sequence(self) -> Any:
-        """The state of a sequence without tokens."""
-        ...
-
-    def step(self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to each sequence; the logits after the last token of each, `[sequences, vocabulary]`."""
-        ...
-
-
-class KeysShape(Protocol):
-    """Keys or values of one layer."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def dim(self) -> int: ...
-
-
-class SmallSteps(Protocol):
-    """A faster way to compute steps of a few tokens, which reads and writes the same keys and values.
-
-    `caches` are addresses of arrays of addresses: keys and values of each layer, `[heads, capacity, dim]`.
-    """
-
-    most_tokens: int  # of a step that takes less time than the model's own
-    caches: Sequence[Any]  # the shape of each layer's keys and values
-    cache_type: torch.dtype
-
-    def step(
-        self, ids: Sequence[int], positions: Sequence[int], capacities: Sequence[int], caches: Sequence[int],
-        picks: Sequence[int],
-    ) -> Tensor:  # fmt: skip
-        """Logits after the tokens at `picks`, which ascend: `[picks, vocabulary]`."""
-        ...
-
-    def current(self) -> bool:
-        """Whether it still computes what the model does."""
-        ...
-
-    def settle(self, own_seconds: float, small_seconds: float) -> None:
-        """Find `most_tokens`, knowing how long a step of few tokens takes the model itself and takes this."""
-        ...
 
 
 def room(tokens: int) -> int:
@@ -222,6 +174,8 @@ AttentionInterface.register(ATTENTION, _attention_of_transformers)
 class RaggedModel:
     """All sequences of a step in one call of the model."""
 
+    whole_prompts = False
+
     def __init__(self, model: Any, small: SmallSteps | None = None) -> None:
         self.model, self.small = model, small
         self._changes = 0
@@ -283,8 +237,9 @@ class OwnCache:
 class SeparateModel:
     """One call of the model for each sequence, with the model's own cache."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, whole_prompts: bool = False) -> None:
+        self.model, self.whole_prompts = model, whole_prompts
+        self._dynamic_angles = DynamicAngles(model)
 
     def new_sequence(self) -> OwnCache:
         return OwnCache()
@@ -293,6 +248,7 @@ class SeparateModel:
     def step(self, sequences: Sequence[OwnCache], tokens: Sequence[Sequence[int]]) -> Tensor:
         rows = []
         for sequence, new in zip(sequences, tokens):
+            self._dynamic_angles.forget()
             ids = torch.tensor([list(new)], device=self.model.device)
             result = self.model(ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1)
             sequence.cache = result.past_key_values
@@ -300,21 +256,30 @@ class SeparateModel:
         return torch.stack(rows)
 
 
-def runner(model: Any, small: SmallSteps | None = None) -> Runner:
-    """The fastest way to run this model that gives its own logits, found by trying it on a few tokens."""
-    separate = SeparateModel(model)
-    probes = _probes(model)
-    expected, _ = _probe(separate, probes)
+def runner(model: Any, small: SmallSteps | None = None, context: int | None = None) -> Runner:
+    """The fastest way to run this model that gives its own logits, found by trying it on a few tokens. `context` says
+    how long sequences get."""
+    angles_vary = varying_angles(model.config, context)
+    separate = SeparateModel(model, angles_vary or pieces_differ(model.config))
+    if angles_vary:
+        return separate
+    probes = probe_tokens(model)
+    expected, _ = probe(separate, probes)
     state = separate.new_sequence()
     separate.step([state], probes[:1])
-    if any(type(layer) not in KEEP_KEYS_AND_VALUES for layer in state.cache.layers):
+    if type(state.cache) is not DynamicCache or any(type(e) not in KEEP_KEYS_AND_VALUES for e in state.cache.layers):
         return separate  # a state that is more than keys and values: recurrent, compressed
     before = model.config._attn_implementation
+    rounding = rounding_of(separate, probes, expected)
     try:
         model.set_attn_implementation(ATTENTION)
-        found, own_seconds = _probe(RaggedModel(model), probes)
-        if _agree(found, expected):
-            return RaggedModel(model, None if small is None else _proven(small, model, probes, expected, own_seconds))
+        found, own_seconds = probe(RaggedModel(model), probes)
+        if agree(found, expected, model.dtype, rounding) and independent(
+            RaggedModel(model), probes, model.dtype, rounding
+        ):
+            return RaggedModel(
+                model, None if small is None else _proven(small, model, probes, expected, own_seconds, rounding)
+            )
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         pass  # this model's attention does not take our argument
     model.set_attn_implementation(before)
@@ -322,35 +287,12 @@ def runner(model: Any, small: SmallSteps | None = None) -> Runner:
 
 
 def _proven(
-    small: SmallSteps, model: Any, probes: Sequence[Sequence[int]], expected: Tensor, own_seconds: float
-) -> SmallSteps | None:
+    small: SmallSteps, model: Any, probes: Sequence[Sequence[int]], expected: Tensor, own_seconds: float,
+    rounding: float,
+) -> SmallSteps | None:  # fmt: skip
     """Small steps that give the model's logits; how long both took says up to how many tokens they are used."""
-    found, seconds = _probe(RaggedModel(model, small), probes)
-    if not _agree(found, expected):
+    found, seconds = probe(RaggedModel(model, small), probes)
+    if not agree(found, expected, model.dtype, rounding):
         return None
     small.settle(own_seconds, seconds)
     return small
-
-
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether every row is close; a cosine would not see logits of another size, which temperatures do."""
-    if found.shape != expected.shape:
-        return False
-    difference = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return bool((difference <= MOST_DIFFERENCE).all())
-
-
-def _probes(model: Any) -> list[list[int]]:
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    return [[number * SPREAD % vocabulary for number in each] for each in PROBES]
-
-
-def _probe(candidate: Runner, probes: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """Logits of two sequences in every kind of step (prompts, a piece of a prompt beside a single token), and the
-    seconds of the last step, which has one token of each: this thread's own, whatever else the machine computes."""
-    sequences = [candidate.new_sequence() for _ in probes]
-    first = candidate.step(sequences, probes)
-    second = candidate.step(sequences, [probes[1], probes[0][:1]])
-    start = time.thread_time()
-    third = candidate.step(sequences[::-1], [probes[0][1:2], probes[1][1:2]])
-    return torch.cat([first, second, third]).float(), time.thread_time() - start

@@ -8,8 +8,9 @@ from lancebill.serving.app import App
 from lancebill.serving.context import longest_context
 from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
-from lancebill.serving.ragged import RaggedModel, Runner, SmallSteps, runner
+from lancebill.serving.ragged import RaggedModel, runner
 from lancebill.serving.requests import Served
+from lancebill.serving.runners import Runner, SmallSteps
 from lancebill.serving.sampling import Sampling
 
 LONGEST_CONTEXT = 32768  # by default: keys and values of longer ones may not fit
@@ -25,7 +26,7 @@ def start(
         min(context or LONGEST_CONTEXT, longest_context(model.config)),
         kept_tokens=Limits.kept_tokens if kept_tokens is None else kept_tokens,
     )
-    metrics, chosen = Metrics(), runner(model, small)
+    metrics, chosen = Metrics(), runner(model, small, limits.context)
     engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))
     return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {_how(chosen)}"
@@ -33,7 +34,7 @@ def start(
 
 def _how(chosen: Runner) -> str:
     if not isinstance(chosen, RaggedModel):
-        return "in turns (this model keeps more than keys and values)"
+        return "in turns (this model keeps more than keys and values, or computes otherwise beside others)"
     return "batched" if chosen.small is None else "batched, natively"
 
 

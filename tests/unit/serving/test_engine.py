@@ -23,6 +23,8 @@ LIMIT = 60.0  # seconds: nothing is expected to take so long, however busy the m
 class Counting:
     """Its next token is the sum of all tokens so far; remembers what each step held."""
 
+    whole_prompts = False
+
     def __init__(self, seconds: float = 0.0, seconds_per_token: float = 0.0) -> None:
         self.seconds, self.seconds_per_token, self.steps = seconds, seconds_per_token, list[list[int]]()
         self.fail_at: int | None = None
@@ -110,6 +112,17 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
     long.wait()
     assert model.steps[:4] == [[5, 5], [5, 3], [10, 1], [10]]
     engine.stop(LIMIT)
+
+
+def test_some_models_read_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_steps(monkeypatch, 10)
+    model = Counting()
+    model.whole_prompts = True
+    engine = BatchEngine(model, Limits(4096))
+    engine.submit([Followed([1] * 100, 2), long := Followed([1] * 200, 2)])
+    engine.start()
+    long.wait()
+    assert model.steps == [[100, 200], [1, 1]] and engine.stop(LIMIT)
 
 
 def test_a_step_reads_as_much_of_a_prompt_as_its_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from lancebill.serving import ragged  # noqa: E402
 from lancebill.serving.ragged import (  # noqa: E402
     FIRST_CAPACITY,
     KeysValues,
@@ -22,6 +23,7 @@ from lancebill.serving.ragged import (  # noqa: E402
     runner,
 )
 from lancebill.serving.start import end_tokens, start  # noqa: E402
+from lancebill.serving.whole_prompts import pieces_differ, varying_angles  # noqa: E402
 
 SMALL = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -123,6 +125,77 @@ def test_a_model_that_mixes_sequences_runs_them_in_turns() -> None:
     before = model.config._attn_implementation
     assert type(runner(model)) is SeparateModel
     assert model.config._attn_implementation == before
+
+
+LINEAR = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": 128, "num_local_experts": 4, "block_size": 16,
+    "layer_types": ["full_attention", "linear_attention"],
+}  # fmt: skip
+
+
+def test_a_state_beside_the_layers_of_a_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**LINEAR)).eval()
+    assert type(runner(model)) is SeparateModel
+    # In 16 bits, and also if its cache were of the usual class, by its logits.
+    monkeypatch.setattr(ragged, "DynamicCache", type(model(torch.tensor([[1]])).past_key_values))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert type(runner(model.to(dtype))) is SeparateModel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_reason_to_run_in_turns(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 12, "max_position_embeddings": 1 << 17})
+    assert type(runner(transformers.LlamaForCausalLM(config).eval().to(dtype))) is RaggedModel
+
+
+HALF = SMALL["hidden_size"] // SMALL["num_attention_heads"] // 2
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+LONG = {
+    "rope_type": "longrope", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * HALF, "long_factor": [4.0] * HALF,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rotary", [DYNAMIC, LONG], ids=lambda rotary: rotary["rope_type"])
+def test_long_sequences_do_not_turn_short_ones(rotary: dict[str, Any]) -> None:
+    """Not beside them, and not after them."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=rotary)).eval()
+    assert type(runner(model, context=32)) is RaggedModel, "no sequence is long"
+    model.set_attn_implementation("sdpa")
+    found = runner(model)
+    assert type(found) is SeparateModel and found.whole_prompts
+    long, short = [i % 48 for i in range(50)], [i % 48 for i in range(3, 43)]
+    with torch.inference_mode():
+        expected = found.step([found.new_sequence()], [short])
+        beside = found.step([found.new_sequence(), found.new_sequence()], [long, short])
+    assert torch.equal(beside[1:], expected)
+
+
+def test_models_that_read_whole_prompts() -> None:
+    nested = {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}
+    for values, context, varying in (
+        ({}, None, False), ({"rope_parameters": None}, None, False), ({"rope_parameters": YARN}, None, False),
+        ({"rope_parameters": LONG}, 33, True), ({"rope_parameters": LONG}, 32, False),
+        ({"rope_parameters": DYNAMIC, "max_position_embeddings": 64}, 64, False),
+        ({"rope_parameters": DYNAMIC, "max_position_embeddings": 64}, 65, True),
+        ({"rope_parameters": nested}, 33, True), ({"rope_parameters": {"full_attention": YARN}}, None, False),
+    ):  # fmt: skip
+        assert varying_angles(Config(**values), context) is varying, (values, context)
+    assert pieces_differ(Config(index_topk=2048)) and not pieces_differ(Config())
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+class Config(SimpleNamespace):
+    """Of a model that is only text."""
+
+    def get_text_config(self) -> Config:
+        return self
 
 
 @pytest.mark.parametrize("vocabulary", [SMALL["vocab_size"], SMALL["vocab_size"] - 1], ids=["values", "shape"])

@@ -1,0 +1,58 @@
+"""Models whose numbers depend on more than the tokens so far: on how long their sequences are, or on how they are read.
+
+Some kinds of rotary positions turn by other angles if any sequence of a call is longer than the model was trained
+with. Beside others such a model gives a short sequence the angles of the longest, and in pieces the beginning of a long
+prompt has those of short ones. Attention that chooses keys by an index chooses others if a long prompt comes in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Where transformers has the length from which on angles are others: in the rotary parameters, or in the config.
+LENGTHS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+
+
+def varying_angles(config: Any, context: int | None = None) -> bool:
+    """Whether rotary angles of sequences of up to `context` tokens (any number, if None) depend on their lengths."""
+    text_config = config.get_text_config()
+    for parameters in _rotary_parameters(getattr(text_config, "rope_parameters", None)):
+        name = LENGTHS.get(parameters["rope_type"])
+        if name is not None:
+            length = parameters.get(name) or getattr(text_config, name, None)
+            if context is None or not isinstance(length, int) or context > length:
+                return True
+    return False
+
+
+def _rotary_parameters(found: Any) -> Iterator[Mapping[str, Any]]:
+    """Those of the model, or of each kind of its layers."""
+    if isinstance(found, Mapping):
+        if "rope_type" in found:
+            yield found
+        else:
+            for each in found.values():
+                yield from _rotary_parameters(each)
+
+
+def pieces_differ(config: Any) -> bool:
+    """Whether transformers computes other logits for a prompt in pieces, beyond as many tokens as the index chooses."""
+    return isinstance(getattr(config.get_text_config(), "index_topk", None), int)
+
+
+class DynamicAngles:
+    """Rotary modules whose angles stay those of the longest sequence so far, perhaps of another client."""
+
+    def __init__(self, model: Any) -> None:
+        self._modules = [part for part in model.modules() if "dynamic" in str(getattr(part, "rope_type", ""))]
+
+    def forget(self) -> None:
+        """The next call begins as the first one did."""
+        for module in self._modules:
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                kind = name.removesuffix("inv_freq")  # of layers, if the model has several kinds
+                original = getattr(module, f"{kind}original_inv_freq", None)
+                if kind != name and original is not None:
+                    module.register_buffer(name, original.to(buffer.device), persistent=False)
+                    setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
