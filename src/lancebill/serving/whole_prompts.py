@@ -16,11 +16,11 @@ LENGTHS = {"longrope": "original_max_position_embeddings", "dynamic": "max_posit
 
 def varying_angles(config: Any, context: int | None = None) -> bool:
     """Whether rotary angles of sequences of up to `context` tokens (any number, if None) depend on their lengths."""
-    text_config = config.get_text_config()
-    for parameters in _rotary_parameters(getattr(text_config, "rope_parameters", None)):
+    values = config.get_text_config().to_dict()
+    for parameters in _rotary_parameters(values.get("rope_parameters")):
         name = LENGTHS.get(parameters["rope_type"])
         if name is not None:
-            length = parameters.get(name) or getattr(text_config, name, None)
+            length = parameters.get(name) or values.get(name)
             if context is None or not isinstance(length, int) or context > length:
                 return True
     return False
@@ -38,21 +38,22 @@ def _rotary_parameters(found: Any) -> Iterator[Mapping[str, Any]]:
 
 def pieces_differ(config: Any) -> bool:
     """Whether transformers computes other logits for a prompt in pieces, beyond as many tokens as the index chooses."""
-    return isinstance(getattr(config.get_text_config(), "index_topk", None), int)
+    return isinstance(config.get_text_config().to_dict().get("index_topk"), int)
 
 
 class DynamicAngles:
     """Rotary modules whose angles stay those of the longest sequence so far, perhaps of another client."""
 
     def __init__(self, model: Any) -> None:
-        self._modules = [part for part in model.modules() if "dynamic" in str(getattr(part, "rope_type", ""))]
+        self._modules = [part for part in model.modules() if "dynamic" in str(vars(part).get("rope_type"))]
 
     def forget(self) -> None:
         """The next call begins as the first one did."""
         for module in self._modules:
-            for name, buffer in list(module.named_buffers(recurse=False)):
+            buffers, values = dict(module.named_buffers(recurse=False)), vars(module)
+            for name, buffer in buffers.items():
                 kind = name.removesuffix("inv_freq")  # of layers, if the model has several kinds
-                original = getattr(module, f"{kind}original_inv_freq", None)
+                original = values.get(f"{kind}original_inv_freq", buffers.get(f"{kind}original_inv_freq"))
                 if kind != name and original is not None:
                     module.register_buffer(name, original.to(buffer.device), persistent=False)
-                    setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+                    values[f"{kind}max_seq_len_cached"] = module.original_max_seq_len

@@ -197,6 +197,9 @@ class Config(SimpleNamespace):
     def get_text_config(self) -> Config:
         return self
 
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
 
 @pytest.mark.parametrize("vocabulary", [SMALL["vocab_size"], SMALL["vocab_size"] - 1], ids=["values", "shape"])
 def test_small_steps_with_other_logits_are_not_taken(vocabulary: int) -> None:
