@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,18 +72,25 @@ def test_a_model_on_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     asked = []
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def info(name: str, *, revision: str | None) -> SimpleNamespace:
         asked.append((name, revision))
         if name != "some/model":
             raise OSError("the network is unreachable")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file.name) for file in model.iterdir()])
+
+    def download(name: str, *, revision: str | None, **_: object) -> str:
+        if name != "some/model":
+            raise OSError("not in the cache")
         return str(model)
 
+    monkeypatch.setattr(huggingface_hub, "model_info", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["inspect", "some/model", "--revision", "v2", "--json"]).exit_code == 0
     assert asked == [("some/model", "v2")]
-    offline = CliRunner().invoke(app, ["verify", "other/model"])
-    assert offline.exit_code == 1 and "unreachable" in offline.output and "pass the folder" in offline.output
+    for words in (["verify"], ["inspect"]):
+        offline = CliRunner().invoke(app, [words[0], "other/model", *words[1:]])
+        assert offline.exit_code == 1 and "unreachable" in offline.output and "pass the folder" in offline.output
     assert CliRunner().invoke(app, ["inspect", str(model), "--revision", "v2"]).exit_code == 2
 
 

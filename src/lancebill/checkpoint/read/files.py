@@ -19,7 +19,8 @@ from torch import Tensor
 from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_config
 from lancebill.checkpoint.read.file_bytes import open_read, reason
 from lancebill.checkpoint.read.gguf import read_gguf, split_files
-from lancebill.checkpoint.read.hub import is_hub_name
+from lancebill.checkpoint.read.hub import INDEX as INDEX
+from lancebill.checkpoint.read.hub import parse_hub_name
 from lancebill.checkpoint.read.safetensors import read_header
 from lancebill.checkpoint.read.slices import Index, read_slice
 from lancebill.checkpoint.read.strict_json import read_json
@@ -36,7 +37,6 @@ from lancebill.errors import (
 from lancebill.formats.stored import Config, Stored
 
 MAX_NAME = 512  # characters of a tensor name: bounds the cost of pattern matching and of numbers in names
-INDEX = "model.safetensors.index.json"
 MISTRAL_CONFIG = "params.json"
 TENSOR_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 INDEX_SUFFIX = ".index.json"
@@ -75,7 +75,8 @@ class Checkpoint:
     @classmethod
     def _open(cls, path: Path) -> Checkpoint:
         if not path.exists():
-            hint = f"`hf download {path}` prints the folder of a model on the hub" if is_hub_name(path) else None
+            name = parse_hub_name(path)
+            hint = f"`hf download {name.repository}` prints the folder of a model on the hub" if name else None
             raise CheckpointError("no such file or folder", where=str(path), hint=hint)
         if path.is_dir():
             return _open_folder(path)
