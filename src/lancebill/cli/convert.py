@@ -73,8 +73,8 @@ def convert(
         ui.check_path(source, as_json)
         target = target_of(to, format_name)
         _check_device(device.value)
-        source = ui.located(source, revision, as_json)
     with ui.reported(as_json), ui.cleans_up_when_stopped():
+        source = ui.located(source, revision, as_json)
         summary = run_conversion(source, destination, target, options)
     if as_json:
         ui.print_json(summary)

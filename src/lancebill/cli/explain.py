@@ -84,9 +84,9 @@ def explain(
         if device is not None:
             parse_device(device)  # raises before anything slow
         _check_usage(path, shape, weights, {"--layer": layer, "--mixture": mixture, "--revision": revision})
+    with ui.reported(as_json):
         if path is not None:
             path = ui.located(path, revision, as_json)
-    with ui.reported(as_json):
         from lancebill.backends import oracle
 
         if path is not None:

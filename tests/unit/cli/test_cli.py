@@ -88,7 +88,7 @@ def test_a_model_on_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["inspect", "some/model", "--revision", "v2", "--json"]).exit_code == 0
     assert asked == [("some/model", "v2")]
-    for words in (["verify"], ["inspect"]):
+    for words in (["verify"], ["inspect"], ["explain"], ["convert", "out", "--to", "mxfp4"]):
         offline = CliRunner().invoke(app, [words[0], "other/model", *words[1:]])
         assert offline.exit_code == 1 and "unreachable" in offline.output and "pass the folder" in offline.output
     assert CliRunner().invoke(app, ["inspect", str(model), "--revision", "v2"]).exit_code == 2

@@ -71,7 +71,8 @@ def local_path(path: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(name.repository, revision=revision, allow_patterns=patterns))
 
     # Its client, whose errors come through, is requests, httpx or httpx2: the first base of the hub's own errors.
-    failures = (OSError, ValueError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
+    bases = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, *bases)
     try:
         siblings = model_info(name.repository, revision=revision).siblings or []
     except failures as error:
