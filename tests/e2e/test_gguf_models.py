@@ -26,6 +26,7 @@ from lancebill.errors import (  # noqa: E402
     CannotEncode,
     MalformedFile,
     UnexpectedTensor,
+    UnsupportedFormat,
     UnsupportedProblem,
     WrongShape,
 )
@@ -318,3 +319,14 @@ def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path) -> None:
     other.close()
     with pytest.raises(UnsupportedProblem, match="qwen3moe"):
         lancebill.from_pretrained(tmp_path / "other.gguf")
+
+
+def test_the_folder_of_one_gguf_file(tmp_path: Path) -> None:
+    """Beside a config.json too: the file has its own. Two models are named."""
+    write(dense("qwen3_moe", MOE), "qwen3moe", tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert lancebill.from_pretrained(tmp_path, dtype=torch.float32).config.model_type == "qwen3_moe"
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "other.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
+    with pytest.raises(UnsupportedFormat, match=r"one file: model\.gguf, other\.gguf"):
+        lancebill.from_pretrained(tmp_path)

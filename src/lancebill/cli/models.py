@@ -95,6 +95,7 @@ def with_rest(weights: str | None, rest: str | None) -> Any:
 def load(path: Path, **options: Any) -> tuple[Any, Any]:
     """The model and its tokenizer, with a progress bar of our own. The options were checked before."""
     from lancebill import from_pretrained
+    from lancebill.checkpoint.read.files import model_path
 
     try:
         from transformers import AutoTokenizer
@@ -105,6 +106,7 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         ) from None
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    path = model_path(path)
     has_config = (path / "config.json").exists()
     beside = (path.parent / "tokenizer_config.json").exists()  # transformers reads those of few GGUF architectures
     if path.suffix == ".gguf" and not beside and find_spec("gguf") is None:

@@ -276,6 +276,14 @@ def _open_gguf_folder(folder: Path) -> Checkpoint:
     )
 
 
+def model_path(path: Path) -> Path:
+    """The file of a folder whose only tensors are one GGUF model, which has its config in itself; else `path`."""
+    if not path.is_dir() or any(path.glob("*.safetensors")) or (path / INDEX).exists():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    return files[0] if files and split_files(files[0]) == tuple(files) else path
+
+
 def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
     files = split_files(path)
     if folder is not None:

@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.read.config import QUANT_SECTIONS
-from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint, model_path
 from lancebill.checkpoint.read.hub import local_path
 from lancebill.checkpoint.resolve.manifest import Manifest, together
 from lancebill.checkpoint.resolve.missing_layers import missing_layers
@@ -147,7 +147,7 @@ def from_pretrained(
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
     target = parse_device(device).torch
     check_split(gpu_memory, gpu_experts, moves, cpu_threads, order=order)
-    folder = local_path(path, revision)
+    folder = model_path(local_path(path, revision))
     checkpoint = open_checkpoint(folder)
     config, stored = config_of(checkpoint, dtype)
     wide = stored
@@ -171,7 +171,8 @@ def from_pretrained(
     give_back_freed()
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        kind = type(model.generation_config or GenerationConfig())  # some models have a class of their own
+        model.generation_config = kind.from_pretrained(folder)
     model.config.name_or_path = model.name_or_path = str(path)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
     return model
@@ -254,7 +255,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             "no config.json: not a transformers checkpoint",
             where=str(folder),
             expected="the folder of a checkpoint, or a .gguf file",
-            hint=f"pass the path of the file {files[0]}" if files else None,
+            hint=f"pass the path of one file: {', '.join(files)}" if files else None,
         )
     return Checkpoint.open(folder)
 
