@@ -124,3 +124,13 @@ def test_experts_behind_an_encoder_of_speech_are_replaced() -> None:
     with torch.device("meta"):
         model = packed_class(class_of(config))(config)
     assert len(list(packed_experts(model))) == config.get_text_config().layers_block_type.count("moe")
+
+
+def test_a_model_with_a_generate_of_its_own(tmp_path: Path) -> None:
+    """DiffusionGemma refines canvases: it asks for its cache in another way than transformers' `generate` does."""
+    if "diffusion_gemma" not in MODELS:
+        pytest.skip("this transformers has no diffusion_gemma")
+    tiny_model("diffusion_gemma").save_pretrained(tmp_path)
+    ours = lancebill.from_pretrained(tmp_path)
+    assert ours.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4) is not None
+    assert "a way of its own" in str(ours.lancebill_decoding)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
 
 from lancebill.backends.base import Reason
 from lancebill.integrations.transformers.decode_cache import DecodeCache, keeps_keys_and_values, span_of
@@ -158,12 +158,18 @@ class GraphedGeneration:
         with self.lancebill_decoding.call():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
-        max_cache_length: int,
-    ) -> Any:  # fmt: skip
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         decoding = self.lancebill_decoding
         decoding.turn_to(self.device)  # type: ignore[attr-defined]
+        if isinstance(self, GenerationMixin):
+            return self._cache_of_steps(decoding, generation_config, *args, **kwargs)
+        decoding.refuse(Reason("loop", "the model generates in a way of its own"))  # DiffusionGemma
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+    def _cache_of_steps(
+        self, decoding: Decoding, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
+        batch_size: int, max_cache_length: int,
+    ) -> Any:  # fmt: skip
         why = _chosen(generation_config, model_kwargs, generation_mode) or _unsuitable(self, decoding)
         if why is None:
             batch = batch_size * (generation_config.num_return_sequences or 1)
