@@ -32,6 +32,7 @@ from lancebill.errors import (  # noqa: E402
     CheckpointProblems,
     LaunchError,
     MissingTensor,
+    SpecError,
     UnsupportedFormat,
     UnsupportedProblem,
 )
@@ -238,12 +239,21 @@ def test_stored_matrices_that_no_fast_backend_computes_are_dequantised(folder: P
     quant = {**example.config.quant, "exclude": ["*mlp*", "lm_head"]}
     tiny.quantized_copy(folder, tmp_path / "q", tmp_path / "plain", quant, example.scheme, _is_attention)
     options = {"activations": {"rest": "nvfp4"}, "dtype": "float32"}
-    found, expected = (lancebill.from_pretrained(tmp_path / name, **options).eval() for name in ("q", "plain"))
+    found = lancebill.from_pretrained(tmp_path / "q", **options).eval()
+    expected = lancebill.from_pretrained(tmp_path / "plain", dtype="float32").eval()
     assert all("no fast backend" in why for why in found.lancebill_rest.dequantized.values())
     assert len(found.lancebill_rest.dequantized) == 8
     ids = torch.tensor([[3, 1, 4]])
     with torch.no_grad():
         assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("rules", ["int8", {"*.q_proj": "int8"}])
+def test_inputs_of_what_is_not_quantised_are_refused(folder: Path, rules: Any) -> None:
+    with pytest.raises(SpecError, match="has quantised weights: int8 inputs need them"):
+        lancebill.from_pretrained(folder, weights={"rest": {"lm_head": None}}, activations={"rest": rules})
+    lancebill.from_pretrained(folder, activations={"rest": "fp32"})
+    lancebill.from_pretrained(folder, weights={"rest": {"*.q_proj": "int8"}}, activations={"rest": rules})
 
 
 def _is_attention(module: str) -> bool:

@@ -7,13 +7,14 @@ transformers has put a `StoredMatrix` into each module whose matrix is stored qu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
-from lancebill.errors import LancebillError, UnsupportedProblem
+from lancebill.errors import LancebillError, SpecError, UnsupportedProblem
 from lancebill.integrations.transformers.mixed_linear import MixedLinear
 from lancebill.integrations.transformers.packed_embedding import PackedEmbedding
 from lancebill.integrations.transformers.packed_experts import packed_experts
@@ -61,6 +62,7 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
     for each in (rules.weights, rules.activations):
         check_patterns(each, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)])
     made: list[nn.Module] = []
+    linears: list[str] = []
     requantized: list[str] = []
     for name, module in list(model.named_modules()):
         weight = module._parameters.get("weight")
@@ -69,6 +71,7 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
         target = None if name in routers or isinstance(module, nn.Embedding) else rest_weight(rules.weights, name)
         if target is None and not isinstance(weight, StoredMatrix):
             continue
+        linears += [] if isinstance(module, nn.Embedding) else [name]
         try:
             packed: nn.Module
             if isinstance(module, nn.Embedding):
@@ -90,9 +93,23 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
         made.append(packed)
         requantized += [] if target is None else [name]
         model.set_submodule(name, packed)
+    _check_inputs(rules.activations, linears)
     _dequantize_left(model)
     size = sum(t.nbytes for module in made for t in module.parameters())
     return replace(report, bytes=size, requantized=tuple(requantized))
+
+
+def _check_inputs(rules: object, linears: Sequence[str]) -> None:
+    """Raise if a rule quantises the inputs of no module: without quantised weights inputs stay as they are."""
+    for pattern, value in rules.items() if isinstance(rules, Mapping) else [("*", rules)]:
+        kind = rest_activation(value, pattern)
+        if kind is not None and kind.spec.quantized and not any(fnmatchcase(name, pattern) for name in linears):
+            what = (
+                f"no module outside the experts that this rule matches has quantised weights: {kind} inputs need them"
+            )
+            raise SpecError(
+                what, where="activations", got={"rest": rules}, hint='weights={"rest": "int8"} quantises them'
+            )
 
 
 def _bias(module: nn.Linear) -> Tensor | None:
