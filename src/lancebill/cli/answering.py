@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +18,25 @@ from lancebill.errors import SpecError
 Temperature = Annotated[float, typer.Option("--temperature", min=0, max=2, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", min=1e-6, max=1, help="Probability mass to sample from.")]
 TopK = Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens to sample from; 0 is all.")]
+
+
+def accept_any_bytes() -> None:
+    """Read bytes of stdin that are not text as surrogates, of which `check_text` says what they are."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def typed_lines() -> Iterator[str]:
+    """The lines of stdin that are not empty."""
+    accept_any_bytes()
+    yield from filter(None, map(str.strip, sys.stdin))
+
+
+def check_text(text: str) -> None:
+    """Raise for bytes that are no text in the encoding of the terminal: no tokenizer takes them."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        what = "the prompt has bytes that are not text in this encoding"
+        raise SpecError(what, expected=sys.getfilesystemencoding(), got=text)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,16 @@ from rich.markup import escape
 
 from lancebill.cli import console as ui
 from lancebill.cli import models
-from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP
+from lancebill.cli.answering import (
+    Answering,
+    AnswerOptions,
+    Temperature,
+    TopK,
+    TopP,
+    accept_any_bytes,
+    check_text,
+    typed_lines,
+)
 from lancebill.cli.option_groups import with_options
 from lancebill.errors import SpecError
 
@@ -35,6 +44,7 @@ def chat(
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
         wanted = AnswerOptions(tokens, temperature, top_p, top_k)
+        check_text(system or "")
         path, model, tokenizer = models.open_model(path, options, as_json=False)
         if tokenizer.chat_template is None:
             raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")
@@ -58,6 +68,7 @@ def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOpt
             continue
         messages.append({"role": "user", "content": line})
         try:
+            check_text(line)
             messages.append({"role": "assistant", "content": _answer(answering, messages, wanted)})
         except SpecError as error:  # the conversation is too long, or the chat template refuses it
             messages.pop()
@@ -89,10 +100,11 @@ def _answer(answering: Answering, messages: list[dict[str, str]], wanted: Answer
 def _lines() -> Iterator[str]:
     """What is typed, line by line, with the arrow keys' history in a terminal; or the lines of a pipe."""
     if not sys.stdin.isatty():
-        yield from filter(None, map(str.strip, sys.stdin))
+        yield from typed_lines()
         return
     with suppress(ImportError):  # not on every system
         import readline  # noqa: F401  (input() uses it)
+    accept_any_bytes()
     while True:
         try:
             line = input("> ").strip()

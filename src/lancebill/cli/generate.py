@@ -10,7 +10,7 @@ import typer
 
 from lancebill.cli import console as ui
 from lancebill.cli import models
-from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP
+from lancebill.cli.answering import Answering, AnswerOptions, Temperature, TopK, TopP, check_text, typed_lines
 from lancebill.cli.console import Json
 from lancebill.cli.option_groups import with_options
 from lancebill.errors import SpecError
@@ -35,6 +35,7 @@ def generate(
     """Answer a prompt, token by token, and show tokens per second."""
     with ui.reported(as_json):
         wanted = AnswerOptions(tokens, temperature, top_p, top_k)
+        check_text(prompt or "")
         path, model, tokenizer = models.open_model(path, options, as_json)
         if not as_json:
             models.announce(path, model, ui.console(error=True))
@@ -54,11 +55,13 @@ def _answer_lines(answering: Answering, raw: bool, as_json: bool, wanted: Answer
     if sys.stdin.isatty():
         ui.console(error=True).print("[dim]one prompt per line; Ctrl-D ends[/]")
     answers = []
-    for line in filter(None, map(str.strip, sys.stdin)):
+    for line in typed_lines():
         try:
+            check_text(line)
             answers.append(_answer(answering, line, raw, as_json, wanted))
         except SpecError as error:
-            answers.append({"prompt": line, "error": ui.facts(error)})
+            prompt = line.encode(errors="backslashreplace").decode()  # also where it is not text
+            answers.append({"prompt": prompt, "error": ui.facts(error)})
             if not as_json:
                 ui.print_error(error, ui.console(error=True))
     return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import sys
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lancebill.cli import bench_serve, chat, models, serve
+from lancebill.cli import bench_serve, chat, generate, models, serve
 from lancebill.cli.answering import AnswerOptions
 from lancebill.cli.engines import Engine
 from lancebill.cli.main import app
@@ -72,6 +73,30 @@ def test_unknown_commands_are_not_sent_to_the_model(
     assert asked == ["/tmp is full, why?", "/etc/hosts is a file", "hello"]
     said = capsys.readouterr().err
     assert "no such command: /help" in said and "/clear" in said
+
+
+def test_bytes_that_are_not_text_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(answering: Any, messages: Any, *_: Any) -> dict[str, Any]:
+        return {"prompt": messages if isinstance(messages, str) else messages[-1]["content"]}
+
+    def type_in() -> None:
+        typed = io.TextIOWrapper(io.BytesIO(b"a\xff\xfe\nhello\n"), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", typed)
+
+    monkeypatch.setattr(chat, "_answer", answer)
+    monkeypatch.setattr(generate, "_answer", answer)
+    type_in()
+    refused, answered = generate._answer_lines(object(), True, True, AnswerOptions(5))  # type: ignore[arg-type]
+    assert json.dumps(refused, ensure_ascii=False).encode() and refused["prompt"] == r"a\udcff\udcfe"
+    assert "bytes that are not text" in refused["error"]["what"] and answered == {"prompt": "hello"}
+    type_in()
+    chat._talk(object(), [], AnswerOptions(5))  # type: ignore[arg-type]
+    assert "bytes that are not text" in capsys.readouterr().err
+    for words in (["generate", ".", "--raw", "a\udcff"], ["chat", ".", "--system", "a\udcff"]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2 and "bytes that are not text" in done.output
 
 
 @pytest.mark.parametrize(
