@@ -16,7 +16,9 @@ from rich.markup import escape
 
 from lancebill.cli import console as ui
 from lancebill.cli.explain import SHAPES
+from lancebill.cli.names import check_backends, check_peers, check_shape, check_specs
 from lancebill.errors import SpecError
+from lancebill.moe.device import parse_device
 
 if TYPE_CHECKING:
     from lancebill.bench.results import BenchSetup
@@ -72,6 +74,7 @@ def bench(
     with ui.reported(False):
         batches = numbers(tokens)
         _check_outputs(json_file, plot_file)
+        _check_names(shape, weights, activations, device, backend, peers)
         from lancebill.bench import plot, report
         from lancebill.bench.results import BenchSetup
         from lancebill.bench.run import run_benchmark
@@ -129,6 +132,15 @@ def numbers(text: str) -> tuple[int, ...]:
     if not words or not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
         raise SpecError("cannot read the numbers of tokens", where="--tokens", expected="such as 1,16,64", got=text)
     return tuple(map(int, words))
+
+
+def _check_names(shape: str, weights: str, activations: str, device: str, backend: str, peers: str) -> None:
+    """Raise before anything slow is imported."""
+    check_shape(shape)
+    check_specs([weights], [activations])
+    check_backends(*names(backend))
+    check_peers(names(peers))
+    parse_device(device)
 
 
 def _check_outputs(*files: Path | None) -> None:

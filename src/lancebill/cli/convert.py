@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
+from lancebill.cli.names import FORMATS, check_format
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.write.convert import Report
@@ -84,20 +85,21 @@ def convert(
 
 def target_of(to: str, format_name: str | None = None) -> Target:
     """The format and spec that the options name."""
-    from lancebill.checkpoint.write.target import choose_target
     from lancebill.errors import SpecError
-    from lancebill.formats import registry
     from lancebill.numbers.spec_names import EXAMPLES, parse_spec
 
     try:
         spec = parse_spec(to)
     except SpecError:
-        if to not in registry():
+        if to not in FORMATS:
             raise
         expected = f"a spec such as {EXAMPLES}"
         raise SpecError(
             f"{to} is a format", where="--to", expected=expected, hint=f"--format {to} selects it"
         ) from None
+    check_format(format_name)
+    from lancebill.checkpoint.write.target import choose_target
+
     return choose_target(spec, format_name)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
+from lancebill.cli.names import check_backends, check_shape, check_specs
 from lancebill.errors import SpecError, ranges
 from lancebill.moe.device import parse_device
 
@@ -81,8 +82,7 @@ def explain(
 ) -> None:
     """Show every backend's verdict with all its reasons, and which backend is chosen."""
     with ui.reported(as_json, ui.USAGE):
-        if device is not None:
-            parse_device(device)  # raises before anything slow
+        _check_names(device, backend, weights, activations)
         _check_usage(path, shape, weights, {"--layer": layer, "--mixture": mixture, "--revision": revision})
     with ui.reported(as_json):
         if path is not None:
@@ -144,11 +144,21 @@ def _ways(problem: Problem, missing: int, tokens: int) -> Ways:
     return replace(ways, cpu=both, streamed=(), cpu_us=ways.cpu_alone_us, stream_us=0.0)
 
 
+def _check_names(device: str | None, backend: str, weights: str | None, activations: str | None) -> None:
+    """Raise before anything slow is imported."""
+    if device is not None:
+        parse_device(device)
+    check_backends(backend)
+    check_specs([weights], [activations])
+
+
 def _check_usage(path: Path | None, shape: str | None, weights: str | None, of_path: dict[str, object]) -> None:
     if (path is None) == (shape is None):
         raise SpecError("give either PATH or --shape", hint=f"shapes: {SHAPES}")
     if shape is not None and weights is None:
         raise SpecError("--shape needs --weights", hint="for example --weights mxfp4")
+    if shape is not None:
+        check_shape(shape)
     for name, value in of_path.items():
         if shape is not None and value is not None:
             raise SpecError(f"{name} needs a checkpoint: a shape is a single layer", got=value)

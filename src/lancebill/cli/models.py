@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lancebill.cli import console as ui
+from lancebill.cli.names import check_backends, check_specs
 from lancebill.errors import CheckpointError, SpecError, UnsupportedProblem, ranges
 
 Model = Annotated[
@@ -144,20 +146,16 @@ def check_options(
         check_has_gpu(gpu_memory, gpu_experts, f"device '{device}'", "--device cuda")
     if dtype not in DTYPES:
         raise SpecError("this dtype is not supported", where="--dtype", expected=" or ".join(DTYPES), got=dtype)
+    check_backends(backend)
+    check_specs(weights.values() if isinstance(weights, Mapping) else [weights], [activations])
     from lancebill.backends import oracle
     from lancebill.layer.check_split import check_split
-    from lancebill.layer.rules import CHECKPOINT, split_rest
     from lancebill.moe.problem import ORDERS
-    from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     if order not in ORDERS:
         raise SpecError("no such order of sums", where="--order", expected=" or ".join(ORDERS), got=order)
     check_split(gpu_memory, gpu_experts, moves, cpu_threads, order=order)
     oracle.check_name(backend)
-    for spec in filter(None, split_rest(weights)):
-        parse_spec(spec)
-    if activations not in (None, CHECKPOINT):
-        parse_activation(activations)
 
 
 def _check_config(path: Path, dtype: str) -> None:

@@ -13,7 +13,9 @@ from rich.markup import escape
 from lancebill.cli import console as ui
 from lancebill.cli.bench import names, numbers
 from lancebill.cli.explain import SHAPES
+from lancebill.cli.names import check_shape, check_specs
 from lancebill.errors import SpecError
+from lancebill.moe.device import parse_device
 
 if TYPE_CHECKING:
     from lancebill.bench.tuning import TuningLayer
@@ -48,15 +50,17 @@ def tune(
         batches = numbers(tokens)
         if not out.resolve().parent.is_dir():
             raise SpecError("no such folder", where=str(out.parent))
+        for text in shape:
+            check_shape(text)
+        check_specs(names(weights), names(activations))
+        where = parse_device(device)
         import torch
 
         from lancebill.backends.hopper.tuning import policy as hopper
         from lancebill.backends.hopper.tuning import search
         from lancebill.bench.tuning import Journal, Search
-        from lancebill.moe.device import parse_device
 
         layers = _layers(shape, names(weights), names(activations))
-        where = parse_device(device)
         if where.arch != ARCH:
             raise SpecError("this device cannot be tuned", expected="an sm_90 GPU", got=where)
         journal = Journal(out.with_suffix(".cells.json"))

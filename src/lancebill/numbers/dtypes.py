@@ -16,18 +16,19 @@ their codes are the floats themselves.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cache, cached_property, lru_cache
-
-import torch
-from torch import Tensor
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 from lancebill.errors import SpecError
+
+if TYPE_CHECKING:  # slow to import, and names of types are checked first of all
+    import torch
+    from torch import Tensor
 
 INTEGER, FLOAT, CODEBOOK = "integer", "float", "codebook"
 
@@ -41,8 +42,8 @@ class DType:
     kind: str
     table: tuple[float, ...] = ()
     ieee: tuple[int, int] | None = None  # (mantissa bits, bias) of a sign-magnitude mini-float
-    native: torch.dtype | None = None  # torch's one-byte float type with the same table
-    wide: torch.dtype | None = None  # the torch dtype of a 16- or 32-bit type
+    native_name: str | None = None  # of torch's one-byte float type with the same table
+    wide_name: str | None = None  # of the torch dtype of a 16- or 32-bit type
 
     def __str__(self) -> str:
         return self.name
@@ -61,20 +62,48 @@ class DType:
     def _table_bits(self) -> bytes:
         return struct.pack(f"<{len(self.table)}f", *self.table)
 
-    @property
+    @cached_property
+    def native(self) -> torch.dtype | None:
+        """torch's one-byte float type with the same table."""
+        from lancebill.numbers.coding import TORCH_TYPES
+
+        return None if self.native_name is None else TORCH_TYPES[self.native_name]
+
+    @cached_property
+    def wide(self) -> torch.dtype | None:
+        """The torch dtype of a 16- or 32-bit type."""
+        from lancebill.numbers.coding import TORCH_TYPES
+
+        return None if self.wide_name is None else TORCH_TYPES[self.wide_name]
+
+    @cached_property
     def storage(self) -> torch.dtype:
         """The torch dtype of codes in a `LogicalWeight`: a byte, or the 16- or 32-bit type itself."""
+        import torch
+
         return self.wide or torch.uint8
+
+    @property
+    def _limits(self) -> torch.finfo | torch.iinfo:
+        import torch
+
+        return torch.finfo(self.storage) if self.storage.is_floating_point else torch.iinfo(self.storage)
+
+    @property
+    def _float_limits(self) -> torch.finfo:
+        import torch
+
+        return torch.finfo(self.storage)
 
     @cached_property
     def max(self) -> float:
         """Largest finite value."""
-        return max(self.table[c] for c in self.valid_codes) if self.table else float(_limits(self.storage).max)
+        return max(self.table[c] for c in self.valid_codes) if self.table else float(self._limits.max)
 
     @cached_property
     def min(self) -> float:
         """Smallest (most negative) finite value."""
-        return min(self.table[c] for c in self.valid_codes) if self.table else float(_limits(self.storage).min)
+        return min(self.table[c] for c in self.valid_codes) if self.table else float(self._limits.min)
 
     @cached_property
     def min_positive(self) -> float:
@@ -82,7 +111,7 @@ class DType:
         if self.kind == INTEGER:
             return 1.0 if self.max > 0 else 0.0
         if not self.table:
-            info = torch.finfo(self.storage)
+            info = self._float_limits
             return info.smallest_normal * info.eps  # the smallest subnormal
         return min((self.table[c] for c in self.valid_codes if self.table[c] > 0), default=0.0)
 
@@ -95,8 +124,8 @@ class DType:
     def rounding_range(self) -> tuple[float, float]:
         """The values that round to a code: up to half a step beyond the outermost. Values outside saturate."""
         if not self.table:
-            half = 2.0**self.max_exponent * torch.finfo(self.storage).eps / 2 if self.kind == FLOAT else 0.5
-            end = min(self.max + half, torch.finfo(torch.float32).max)
+            half = 2.0**self.max_exponent * self._float_limits.eps / 2 if self.kind == FLOAT else 0.5
+            end = min(self.max + half, F32.max)
             return self.min + self.max - end, end
         values = sorted({self.table[c] for c in self.valid_codes})
         lowest, highest = values[:2], values[-2:]
@@ -132,151 +161,25 @@ class DType:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes to fp32 values."""
-        if self.wide is not None:
-            return codes.float()
-        if self.native is not None:
-            return codes.view(self.native).float()
-        if self.kind == INTEGER and self.nan_code is None:
-            return _decode_integer(self, codes)
-        return _table_on(self, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        from lancebill.numbers import coding
+
+        return coding.decode(self, codes)
 
     def encode(self, values: Tensor) -> Tensor:
         """Values (converted to fp32) to the nearest codes, by the rules at the top of this file."""
-        if self.wide is not None:
-            rounded = values.nan_to_num(nan=0.0).round() if self.kind == INTEGER else values
-            return rounded.clamp(self.min, self.max).to(self.wide)
-        values = values.float()
-        if self.native is not None:
-            return values.clamp(self.min, self.max).to(self.native).view(torch.uint8)
-        if self.kind == INTEGER:
-            codes = _encode_integer(self, values)
-        elif self.ieee is not None:
-            codes = _encode_minifloat(self, *self.ieee, values)
-        else:
-            codes = _encode_table(self, values)
-        return codes if self.nan_code is None else codes.masked_fill_(values.isnan(), self.nan_code)
+        from lancebill.numbers import coding
+
+        return coding.encode(self, values)
 
     def nearest(self, values: Tensor) -> Tensor:
         """decode(encode(values)) for finite fp32 values, but without codes; zeros may lose their sign."""
-        if self.native is not None:
-            return values.clamp(self.min, self.max).to(self.native).float()
-        if self.kind == INTEGER and self.wide is None:
-            return values.clamp(self.min, self.max).round_()
-        if self.ieee is not None and self.min < 0:
-            return _nearest_minifloat(self, *self.ieee, values)
-        return self.decode(self.encode(values))
+        from lancebill.numbers import coding
+
+        return coding.nearest(self, values)
 
 
-def _limits(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
-    return torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-
-
-def _twos_complement(dtype: DType) -> bool:
-    return dtype.table[0] == 0 and dtype.table[-1] < 0
-
-
-def _decode_integer(dtype: DType, codes: Tensor) -> Tensor:
-    if _twos_complement(dtype):  # sign-extend
-        half = 1 << (dtype.bits - 1)
-        return (codes ^ half).float().sub_(half)
-    return codes.float().add_(dtype.table[0])
-
-
-def _encode_integer(dtype: DType, values: Tensor) -> Tensor:
-    """torch.round rounds half to even, so integers need no table search."""
-    rounded = values.nan_to_num(nan=0.0).clamp_(dtype.min, dtype.max).round_()
-    if _twos_complement(dtype):
-        return rounded.to(torch.int32).bitwise_and_((1 << dtype.bits) - 1).to(torch.uint8)
-    return rounded.sub_(dtype.table[0]).to(torch.int32).to(torch.uint8)
-
-
-def _encode_minifloat(dtype: DType, mantissa: int, bias: int, values: Tensor) -> Tensor:
-    """The same codes as the table search, by arithmetic; several times faster.
-
-    Adding 2**(23 - mantissa) times the value's power of two makes fp32 round it to the type's
-    mantissa, half to even. The difference of the bit patterns is then the code within its binade.
-    Below the smallest normal the exponent is clamped, which yields the subnormals.
-    """
-    magnitude = values.abs().nan_to_num_(nan=0.0).clamp_(max=dtype.max)
-    smallest = (128 - bias) << 23
-    exponent = (magnitude.view(torch.int32) & 0x7F800000).clamp_(min=smallest)
-    shifter = exponent + ((23 - mantissa) << 23)
-    code = magnitude.add_(shifter.view(torch.float32)).view(torch.int32).sub_(shifter)
-    code += exponent.sub_(smallest).bitwise_right_shift_(23 - mantissa)
-    if dtype.min == 0:
-        return code.masked_fill_(values < 0, 0).to(torch.uint8)
-    sign = values.view(torch.int32) >> (32 - dtype.bits)
-    return code.bitwise_or_(sign.bitwise_and_(1 << (dtype.bits - 1))).to(torch.uint8)
-
-
-def _nearest_minifloat(dtype: DType, mantissa: int, bias: int, values: Tensor) -> Tensor:
-    """As `_encode_minifloat`: subtracting the power of two again leaves the rounded number."""
-    rounded = values.clamp(dtype.min, dtype.max)
-    exponent = (rounded.view(torch.int32) & 0x7F800000).clamp_(min=(128 - bias) << 23).add_((23 - mantissa) << 23)
-    shifter = exponent.view(torch.float32).copysign_(rounded)
-    return rounded.add_(shifter).sub_(shifter)
-
-
-def _encode_table(dtype: DType, values: Tensor) -> Tensor:
-    """Nearest entry of any table, by one look-up and one comparison instead of a search.
-
-    The top 16 bits of an fp32 number select an interval, which for most tables holds at most one
-    decision boundary. The look-up returns the lower of the two candidates and that boundary.
-    """
-    boundaries, codes, cells = _search_tables(dtype, values.device)
-    values = values.nan_to_num(nan=0.0)
-    if cells is None:
-        rank = torch.bucketize(values.contiguous(), boundaries, out_int32=True)
-    else:
-        below, limit = cells
-        cell = (values.view(torch.int32) >> 16).bitwise_and_(0xFFFF).reshape(-1)
-        rank = below.index_select(0, cell).view(values.shape)
-        rank += values > limit.index_select(0, cell).view(values.shape)
-    if codes is None:
-        return rank.to(torch.uint8)
-    return codes.index_select(0, rank.reshape(-1).int()).view(values.shape)
-
-
-@lru_cache(maxsize=512)
-def _table_on(dtype: DType, device: torch.device) -> Tensor:
-    return torch.tensor(dtype.table, dtype=torch.float32, device=device)
-
-
-@lru_cache(maxsize=512)
-def _search_tables(dtype: DType, device: torch.device) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Sorted decision boundaries (fp32), the code of each interval (None: its rank), the cells.
-
-    A value equal to a boundary rounds down. If the tie must round up, the boundary is moved to the
-    next lower float. A midpoint that fp32 cannot represent is rounded down, which affects no fp32 value.
-    """
-    codes = sorted(dtype.valid_codes, key=lambda c: (dtype.table[c], c))
-    codes = [c for i, c in enumerate(codes) if i == 0 or dtype.table[c] != dtype.table[codes[i - 1]]]
-    edges = []
-    for low, high in itertools.pairwise(codes):
-        exact = (Fraction(dtype.table[low]) + Fraction(dtype.table[high])) / 2
-        middle = torch.tensor(float(exact), dtype=torch.float32, device="cpu")  # whatever the default device is
-        if Fraction(middle.item()) > exact or (Fraction(middle.item()) == exact and low % 2 == 1 and high % 2 == 0):
-            middle = torch.nextafter(middle, torch.tensor(-math.inf, device="cpu"))
-        edges.append(middle.item())
-    boundaries = torch.tensor(edges, dtype=torch.float32, device="cpu")
-    code_of = None if codes == list(range(len(codes))) else torch.tensor(codes, dtype=torch.uint8, device=device)
-    cells = _cells(boundaries)
-    return boundaries.to(device), code_of, cells and (cells[0].to(device), cells[1].to(device))
-
-
-def _cells(boundaries: Tensor) -> tuple[Tensor, Tensor] | None:
-    """For each pattern of the top 16 bits: the lowest rank and the boundary above it.
-
-    None if two boundaries share a cell, which happens only for tables with very close values.
-    """
-    top = torch.arange(1 << 16, dtype=torch.int64, device="cpu") << 16
-    ends = torch.stack([top, top + 0xFFFF]).to(torch.int32).view(torch.float32)
-    ends = torch.where(ends.isfinite().all(0), ends, torch.zeros_like(ends))  # NaN and infinity are never looked up
-    ranks = torch.bucketize(ends, boundaries)
-    below, above = ranks.amin(0), ranks.amax(0)
-    if int((above - below).amax()) > 1:
-        return None
-    return below.to(torch.uint8), torch.cat([boundaries, torch.tensor([math.inf], device="cpu")])[below]
+def _fp32(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(array("f", values))
 
 
 def minifloat(
@@ -288,7 +191,7 @@ def minifloat(
     signed: bool = True,
     nans: Sequence[int] = (),
     infinities: Sequence[int] = (),
-    native: torch.dtype | None = None,
+    native_name: str | None = None,
 ) -> DType:
     """A sign / exponent / mantissa float. `nans` and `infinities` list non-negative codes."""
     bias = (1 << (exponent - 1)) - 1 if bias is None else bias
@@ -300,7 +203,7 @@ def minifloat(
         table.append(value)
     if signed:
         table += [-v for v in table]
-    return DType(name, exponent + mantissa + int(signed), FLOAT, tuple(table), (mantissa, bias), native)
+    return DType(name, exponent + mantissa + int(signed), FLOAT, tuple(table), (mantissa, bias), native_name)
 
 
 @cache
@@ -329,7 +232,7 @@ def codebook(values: Sequence[float], name: str | None = None) -> DType:
     bits = max(1, (count - 1).bit_length())
     if count != 1 << bits or bits > 8:
         raise SpecError("a codebook has 2, 4, 8 ... 256 entries", got=count)
-    table = tuple(torch.tensor(list(values), dtype=torch.float32).tolist())
+    table = _fp32(values)
     if not all(map(math.isfinite, table)):
         raise SpecError("the entries of a codebook are finite", got=[v for v in table if not math.isfinite(v)])
     if name is None:
@@ -350,8 +253,8 @@ E2M1 = minifloat("e2m1", 2, 1, bias=1)
 E2M3 = minifloat("e2m3", 2, 3, bias=1)
 E3M2 = minifloat("e3m2", 3, 2, bias=3)
 E3M4 = minifloat("e3m4", 3, 4, bias=3)
-E4M3 = minifloat("e4m3fn", 4, 3, bias=7, nans=(0x7F,), native=torch.float8_e4m3fn)
-E5M2 = minifloat("e5m2", 5, 2, bias=15, nans=(0x7D, 0x7E, 0x7F), infinities=(0x7C,), native=torch.float8_e5m2)
+E4M3 = minifloat("e4m3fn", 4, 3, bias=7, nans=(0x7F,), native_name="float8_e4m3fn")
+E5M2 = minifloat("e5m2", 5, 2, bias=15, nans=(0x7D, 0x7E, 0x7F), infinities=(0x7C,), native_name="float8_e5m2")
 UE5M3 = minifloat("ue5m3", 5, 3, bias=15, signed=False, nans=(0xFF,))
 E8M0 = DType("e8m0", 8, FLOAT, tuple(2.0 ** (b - 127) for b in range(255)) + (math.nan,))
 
@@ -360,7 +263,7 @@ def _e4m3fnuz() -> DType:
     """Bias 8; the only NaN is the code of minus zero."""
     positive = minifloat("", 4, 3, bias=8).table[:128]
     table = positive + (math.nan,) + tuple(-v for v in positive[1:])
-    return DType("e4m3fnuz", 8, FLOAT, table, native=torch.float8_e4m3fnuz)
+    return DType("e4m3fnuz", 8, FLOAT, table, native_name="float8_e4m3fnuz")
 
 
 E4M3FNUZ = _e4m3fnuz()
@@ -388,12 +291,12 @@ IQ3S = codebook([s * v for s in (1, -1) for v in range(1, 16, 2)], "iq3s")
 ODD3, ODD4 = codebook(range(1, 16, 2), "odd3"), codebook(range(1, 32, 2), "odd4")  # their inner scales
 UINT2B1 = DType("uint2b1", 2, INTEGER, (-1.0, 0.0, 1.0, 2.0))  # GGUF's TQ2_0
 # A constant scale: bitsandbytes multiplies int8 rows by their maximum and then by fp32(1/127).
-INV127 = DType("inv127", 1, FLOAT, (torch.tensor(1 / 127, dtype=torch.float32).item(),) * 2)
+INV127 = DType("inv127", 1, FLOAT, _fp32([1 / 127]) * 2)
 # Codes 0, 1, 2 are -1, 0, 1; the fourth code has no meaning.
 TERNARY = DType("ternary", 2, INTEGER, (-1.0, 0.0, 1.0, math.nan))
 
-F16 = DType("fp16", 16, FLOAT, wide=torch.float16)
-BF16 = DType("bf16", 16, FLOAT, wide=torch.bfloat16)
-F32 = DType("fp32", 32, FLOAT, wide=torch.float32)
+F16 = DType("fp16", 16, FLOAT, wide_name="float16")
+BF16 = DType("bf16", 16, FLOAT, wide_name="bfloat16")
+F32 = DType("fp32", 32, FLOAT, wide_name="float32")
 # Integer zero points can be 2**bits (GPTQ v1), which does not fit in eight bits for 8-bit codes.
-ZERO16 = DType("zero16", 16, INTEGER, wide=torch.int16)
+ZERO16 = DType("zero16", 16, INTEGER, wide_name="int16")

@@ -104,7 +104,7 @@ class QuantSpec:
     rotation: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype.wide is not None and (self.scales or self.zero or self.minimum):
+        if self.dtype.wide_name is not None and (self.scales or self.zero or self.minimum):
             raise SpecError(f"{self.dtype} weights are stored as they are and take no scales")
         if any(level.op == DIV for level in self.minimum):
             raise SpecError("the levels of a minimum multiply")
@@ -116,7 +116,7 @@ class QuantSpec:
 
     @property
     def quantized(self) -> bool:
-        return self.dtype.wide is None
+        return self.dtype.wide_name is None
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -288,7 +288,7 @@ def _name(spec: QuantSpec, defaults: NameDefaults) -> str:
 
 def _code_name(spec: QuantSpec) -> str:
     dtype, bits = spec.dtype, spec.dtype.bits
-    if dtype.kind == INTEGER and dtype.wide is None:
+    if dtype.kind == INTEGER and dtype.wide_name is None:
         canonical = uint_type(bits) if spec.zero is not None else biased_type(bits)
         return {canonical: f"int{bits}", int_type(bits): f"twos{bits}"}.get(dtype, dtype.name)
     return "fp8" if dtype == E4M3 else dtype.name

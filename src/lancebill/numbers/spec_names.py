@@ -94,11 +94,11 @@ def _parse(name: str, defaults: NameDefaults) -> QuantSpec:
     minima = [w for w in words if w.startswith("min.")]
     scales = [w for w in words if w not in zeros and w not in minima]
     dtype = _code_type(base, zero=bool(zeros), name=name)
-    if words and dtype.wide is not None:
+    if words and dtype.wide_name is not None:
         raise SpecError(f"{base} takes no scales", where=f"spec '{name}'", hint=f"for example {EXAMPLES}")
     if len(zeros) > 1:
         raise SpecError("more than one zero point", where=f"spec '{name}'")
-    if scales == [UNSCALED] or dtype.wide is not None:
+    if scales == [UNSCALED] or dtype.wide_name is not None:
         levels: tuple[Scale, ...] = ()
     else:
         levels = tuple(_scale(w, defaults.scale_type(dtype), name) for w in scales or [defaults.block])

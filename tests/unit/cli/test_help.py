@@ -52,9 +52,20 @@ answer(2, "serve", ".", "--kept-tokens", "-1")
 answer(2, "bench-serve", "http://localhost:1/v1", "--odd")
 for wrong in (["--device", "tpu"], ["--dtype", "foo"], ["--gpu-memory", "3GiB"], ["--temperature", "nan"]):
     answer(2, "generate", ".", "w1", *wrong)
+for command in (["generate", ".", "w1"], ["chat", "."], ["serve", ".", "--engine", "transformers"]):
+    for wrong in ("--backend", "--weights", "--rest", "--activations"):
+        answer(2, *command, wrong, "foo")
+layer = ("--shape", "8,64,64,2", "--weights", "mxfp4")
+for wrong in ("--weights", "--activations", "--backend", "--shape", "--device"):
+    answer(2, "explain", *layer, wrong, "foo")
+    answer(2, "bench", *layer, wrong, "foo")
+answer(2, "bench", *layer, "--peers", "foo")
+answer(2, "convert", ".", "out", "--to", "foo")
+answer(2, "convert", ".", "out", "--to", "gptq")
+answer(2, "convert", ".", "out", "--to", "mxfp4", "--format", "foo")
+for wrong in ("--shape", "--weights", "--activations", "--device"):
+    answer(2, "tune", "--shape", "8,64,64,2", wrong, "foo")
 print(len(commands))
-for wrong in ("--backend", "--weights", "--rest", "--activations"):
-    answer(2, "generate", ".", "w1", wrong, "foo", without="transformers")
 """
 
 

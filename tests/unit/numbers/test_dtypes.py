@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import SpecError
+from lancebill.numbers.coding import _search_tables
 from lancebill.numbers.dtypes import (
     BF16,
     BNB_FP4,
@@ -32,7 +33,6 @@ from lancebill.numbers.dtypes import (
     UE5M3,
     ZERO16,
     DType,
-    _search_tables,
     biased_type,
     codebook,
     int_type,
