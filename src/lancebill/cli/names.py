@@ -1,12 +1,13 @@
 """Checks of names in arguments, before torch is imported, which takes seconds.
 
 The tables repeat what registries find by importing every backend, format and peer; `tests/unit/cli/test_names.py`
-compares them. Where another package adds backends or formats, the registry decides.
+compares them. Where another package adds backends or formats, or a registry is imported already, the registry decides.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
@@ -32,21 +33,26 @@ SHAPES = (
 )  # fmt: skip
 
 
+def _decided(registry: str) -> bool:
+    """Whether a registry will check the name: importing it costs nothing more, or is needed to know."""
+    return registry in sys.modules or bool(entry_points(group=registry))
+
+
 def check_backends(*wanted: str) -> None:
     for name in wanted:
-        if name not in (AUTO, *BACKENDS) and not entry_points(group="lancebill.backends"):
+        if name not in (AUTO, *BACKENDS) and not _decided("lancebill.backends"):
             expected = f"{AUTO} or one of {', '.join(BACKENDS)}"
             raise SpecError(f"no backend is called '{name}'", expected=expected)
 
 
 def check_format(name: str | None) -> None:
-    if name not in (None, *FORMATS, *FORMAT_ALIASES) and not entry_points(group="lancebill.formats"):
+    if name not in (None, *FORMATS, *FORMAT_ALIASES) and not _decided("lancebill.formats"):
         raise SpecError(f"unknown format '{name}'", where="--format", expected=", ".join((*FORMAT_ALIASES, *FORMATS)))
 
 
 def check_peers(wanted: Iterable[str]) -> None:
     for name in wanted:
-        if name not in PEERS:
+        if name not in PEERS and not _decided("lancebill.bench.peers"):
             raise SpecError(f"no peer is called '{name}'", expected=f"one of {', '.join(PEERS)}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from lancebill.backends import oracle
@@ -24,7 +26,8 @@ def test_the_tables_are_those_of_the_registries() -> None:
     assert (oracle.AUTO, CHECKPOINT) == (names.AUTO, names.CHECKPOINT)
 
 
-def test_wrong_names_are_refused_as_the_registries_refuse_them() -> None:
+def test_wrong_names_are_refused_as_the_registries_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "_decided", lambda registry: False)
     for ours, theirs in (
         (lambda: names.check_backends("foo"), lambda: oracle.check_name("foo")),
         (lambda: names.check_shape("foo"), lambda: parse_shape("foo")),
@@ -39,6 +42,7 @@ def test_wrong_names_are_refused_as_the_registries_refuse_them() -> None:
 
 
 def test_names_of_other_packages_are_left_to_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "sys", SimpleNamespace(modules={}))
     monkeypatch.setattr(names, "entry_points", lambda group: [group])
     names.check_backends("theirs")
     names.check_format("theirs")
