@@ -156,6 +156,10 @@ class QueueFull(LaunchError):
     """A server's queue holds as many answers as it may."""
 
 
+class NotFinite(LancebillError):
+    """A model computed NaN or infinite numbers where a token is to be chosen."""
+
+
 class WrongResult(LancebillError):
     """A result differs from the reference: a bug in a backend or in a peer."""
 

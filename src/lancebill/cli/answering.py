@@ -54,10 +54,13 @@ class AnswerOptions:
                 raise SpecError("not a number", where=option, got=value)
 
     def for_transformers(self) -> dict[str, Any]:
-        chosen: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}
-        if self.temperature > 0:
+        from lancebill.serving.sampling import Sampling
+
+        drawn = not Sampling(self.temperature).greedy
+        chosen: dict[str, Any] = {"do_sample": drawn, "max_new_tokens": self.tokens}
+        if drawn:
             chosen["temperature"] = self.temperature
-        if self.temperature > 0 and (self.top_p < 1 or self.top_k):
+        if drawn and (self.top_p < 1 or self.top_k):
             chosen |= {"top_p": self.top_p, "top_k": self.top_k}
         return chosen
 

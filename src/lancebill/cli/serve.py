@@ -107,7 +107,7 @@ def _serve_with_transformers(
     api_key: str | None,
     options: dict[str, Any],
 ) -> None:
-    from lancebill.serving.listen import bind_addresses, make_server
+    from lancebill.serving.listen import bind_addresses, serve_until_end
 
     models.check_options(**options)
     sockets = bind_addresses(host, port)  # before anything slow
@@ -122,6 +122,6 @@ def _serve_with_transformers(
     out.print(f"serving [bold]{escape(name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
     out.print(f"  a chat page is on http://{host}:{port}", soft_wrap=True)
     try:
-        make_server(app).run(sockets)
+        serve_until_end(app, sockets)
     finally:
         app.engine.stop(STOP_SECONDS)

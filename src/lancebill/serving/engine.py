@@ -13,6 +13,7 @@ because those that run do not become smaller: no answer is paused twice without 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,11 +22,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lancebill.errors import QueueFull
+from torch import Tensor
+
+from lancebill.errors import LancebillError, QueueFull
 from lancebill.serving.prefixes import Prefixes
 from lancebill.serving.runners import Runner
-from lancebill.serving.sampling import Sampling, Token, choose, most_likely
+from lancebill.serving.sampling import Sampling, Token, checked, choose, most_likely
 
+log = logging.getLogger("lancebill")
+
+CHOOSING_FAILED = (LancebillError, RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, MemoryError)
 STEP_SECONDS = 0.25  # how long a step that reads prompts may take, within the next two limits
 LEAST_STEP_TOKENS = 128  # of prompts: with fewer, reading the weights would take most of the time
 MOST_STEP_TOKENS = 1024
@@ -134,6 +140,7 @@ class BatchEngine:
         self._arriving = 0  # requests
         self._step_tokens = LEAST_STEP_TOKENS  # of prompts in the next step
         self._stopping = False
+        self.failed = False  # the thread has ended though nobody stopped it
         self._prompt_tokens = self._reread = self._shared_tokens = 0
         self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
@@ -199,6 +206,9 @@ class BatchEngine:
         try:
             while self._admit():
                 self._step()
+        except BaseException:
+            self.failed = True
+            raise
         finally:  # also if the model raised something unexpected: nobody may wait for ever
             with self._changed:
                 self._stopping = True
@@ -264,7 +274,8 @@ class BatchEngine:
             answers, tokens = list(new), list(new.values())
             logits = self._runner.step([answer.state for answer in answers], tokens)
             plain = [row for row, answer in enumerate(answers) if answer.how.plain]
-            best = dict(zip(plain, most_likely(logits if len(plain) == len(answers) else logits[plain])))
+            ids = most_likely(logits if len(plain) == len(answers) else logits[plain])
+            best = dict(zip(plain, zip(ids, logits[plain, ids].tolist())))
         except (RuntimeError, MemoryError):  # out of memory, most likely: these answers are lost, later ones are not
             self._prefixes.forget()
             self._end(answers, End("error"))
@@ -277,9 +288,12 @@ class BatchEngine:
                 read += self._count_read(answer, len(tokens[row]))
             if answer.reads:
                 continue
-            how = answer.how
-            token = Token(best[row]) if how.plain else choose(logits[row], how, answer.tokens, answer.source)
-            self._take(answer, token)
+            try:
+                token = self._chosen(answer, logits[row], best.get(row))
+            except CHOOSING_FAILED as error:  # whatever is wrong with this answer, the others go on
+                self._fail(answer, error)
+            else:
+                self._take(answer, token)
         self._fit_steps(read, seconds)
 
     def _count_read(self, answer: Answer, count: int) -> int:
@@ -288,6 +302,20 @@ class BatchEngine:
         self._prompt_tokens += count - again
         self._reread += again
         return count
+
+    def _chosen(self, answer: Answer, logits: Tensor, best: tuple[int, float] | None) -> Token:
+        """`best` is the most likely token and its logit, known for plain answers."""
+        if best is None:
+            return choose(logits, answer.how, answer.tokens, answer.source)
+        checked(best[1])
+        return Token(best[0])
+
+    def _fail(self, answer: Answer, error: Exception) -> None:
+        log.error("an answer ended with an error: %s: %s", type(error).__name__, error)
+        if answer.state is not None:  # its keys and values may be wrong too: no other answer begins with them
+            self._prefixes.end(answer.state, ())
+            answer.state = None
+        self._end([answer], End("error"))
 
     def _next_tokens(self, answers: Sequence[Answer]) -> dict[Answer, Sequence[int]]:
         """What the next step appends to each answer; not to new ones that wait for what another one reads."""

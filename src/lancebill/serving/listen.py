@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lancebill.errors import LaunchError, UnsupportedProblem
@@ -90,8 +91,17 @@ _TOO_MANY = _raw_reply(
 )
 
 
-class TellingServer(uvicorn.Server):
-    """A server whose process lives until the requests that its end cuts have been told so."""
+class EndingServer(uvicorn.Server):
+    """Ends as at SIGTERM when `failed` says that it can answer nothing more. Its process lives until the requests that
+    its end cuts have been told so."""
+
+    def __init__(self, config: uvicorn.Config, failed: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self.failed = failed
+
+    async def on_tick(self, counter: int) -> bool:  # ten times a second
+        self.should_exit = self.should_exit or self.failed()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn only cancels them: it raises the signal again before any of them could reply."""
@@ -100,7 +110,15 @@ class TellingServer(uvicorn.Server):
             await asyncio.wait(self.server_state.tasks, timeout=REFUSE_SECONDS)
 
 
-def make_server(app: App) -> uvicorn.Server:
+def serve_until_end(app: App, sockets: list[socket.socket]) -> None:
+    """Serve until a signal. If the engine ends before, an error makes the exit status one at which supervisors start
+    the server again."""
+    make_server(app, lambda: app.engine.failed).run(sockets)
+    if app.engine.failed:
+        raise LaunchError("the engine has failed, so the server has ended", hint="the reason is above")
+
+
+def make_server(app: App, failed: Callable[[], bool] = lambda: False) -> uvicorn.Server:
     """A server for `run(sockets)`. At SIGINT or SIGTERM open requests have `FINISH_SECONDS` to end."""
     config = uvicorn.Config(
         app,
@@ -113,7 +131,7 @@ def make_server(app: App) -> uvicorn.Server:
         timeout_graceful_shutdown=FINISH_SECONDS,
         server_header=False,
     )
-    return TellingServer(config)
+    return EndingServer(config, failed)
 
 
 def bind_addresses(host: str, port: int) -> list[socket.socket]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from lancebill.errors import NotFinite
+
+# Temperatures below are greedy: two logits near 10 that differ at all then differ by more than 100 temperatures, so
+# that the smaller one is never drawn.
+LEAST_TEMPERATURE = 1e-8
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,15 @@ class Sampling:
     top_logprobs: int | None = None  # None: no log-probabilities at all
 
     @property
+    def greedy(self) -> bool:
+        """Nothing is drawn."""
+        return self.temperature < LEAST_TEMPERATURE
+
+    @property
     def plain(self) -> bool:
         """The largest logit is the answer, and nothing else is asked for."""
         changed = self.presence_penalty or self.frequency_penalty or self.logit_bias
-        return self.temperature == 0 and not changed and self.top_logprobs is None
+        return self.greedy and not changed and self.top_logprobs is None
 
     def generator(self) -> torch.Generator:
         """Random numbers of this answer alone, whatever runs beside it."""
@@ -61,6 +73,12 @@ def most_likely(logits: Tensor) -> list[int]:
     return best
 
 
+def checked(best: float) -> None:
+    """Raises if this is not a number: the largest logit is NaN if any is."""
+    if not math.isfinite(best):
+        raise NotFinite("the model's logits are not finite", got=f"{best} as the largest")
+
+
 def choose(logits: Tensor, how: Sampling, earlier: Sequence[int], source: torch.Generator) -> Token:
     """The next token. `earlier` are the tokens of the answer so far, which the penalties count."""
     logits = logits.float().cpu()
@@ -83,9 +101,12 @@ def _adjusted(logits: Tensor, how: Sampling, earlier: Sequence[int]) -> Tensor:
 
 
 def _pick(logits: Tensor, how: Sampling, source: torch.Generator) -> int:
-    if how.temperature == 0:
-        return most_likely(logits.unsqueeze(0))[0]
-    values, ids = (logits / how.temperature).sort(descending=True)
+    best = most_likely(logits.unsqueeze(0))[0]
+    checked(float(logits[best]))
+    if how.greedy:
+        return best
+    # Of the largest logit nothing is left, so that no temperature lets anything overflow.
+    values, ids = ((logits - logits[best]) / how.temperature).sort(descending=True)
     if how.top_k:
         values, ids = values[: how.top_k], ids[: how.top_k]
     probabilities = values.softmax(-1)

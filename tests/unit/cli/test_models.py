@@ -127,6 +127,11 @@ def test_answer_options_are_numbers() -> None:
             AnswerOptions(5, **wrong)  # type: ignore[arg-type]
 
 
+def test_temperatures_that_are_almost_zero_are_greedy() -> None:
+    assert AnswerOptions(5, 1e-40, top_p=0.5).for_transformers() == {"do_sample": False, "max_new_tokens": 5}
+    assert AnswerOptions(5, 1e-3).for_transformers() == {"do_sample": True, "max_new_tokens": 5, "temperature": 1e-3}
+
+
 def test_the_server_passes_on_all_but_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     passed: list[Any] = []
     monkeypatch.setattr(serve, "_serve_with_transformers", lambda *given: passed.append((given[5], given[-1])))

@@ -309,3 +309,49 @@ def test_a_stopped_engine_ends_paused_answers(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(0.001)
     assert engine.stop(LIMIT)
     assert [answer.wait()[1] for answer in answers] == ["error"] * 2
+
+
+class Odd(Counting):
+    """The logits of a sequence that begins with 7 are not numbers, or its step does what nobody expects."""
+
+    def __init__(self, logit: float) -> None:
+        super().__init__()
+        self.logit = logit
+
+    def step(self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Tensor:
+        logits = super().step(sequences, tokens)
+        for row, sequence in enumerate(sequences):
+            if sequence[0] == 7:
+                logits[row, 3] = self.logit
+        return logits
+
+
+@pytest.mark.parametrize("how", [Sampling(), Sampling(0.7), Sampling(0.7, top_p=0.5), Sampling(logit_bias={1: 1.0})])
+@pytest.mark.parametrize("logit", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers_end_their_answer_only(logit: float, how: Sampling) -> None:
+    engine = running(Odd(logit))
+    wrong, right = Followed([7, 1], 5, how), Followed([2], 10)
+    engine.submit([wrong, right])
+    assert wrong.wait() == ([], "error") and right.wait() == alone([2], 10)
+    assert engine.stop(LIMIT) and not engine.failed
+
+
+def test_temperatures_that_are_almost_zero_are_greedy() -> None:
+    engine = running(Counting())
+    answers = [Followed([2], 5, Sampling(temperature)) for temperature in (1e-9, 1e-38, 1e-45, 5e-324)]
+    engine.submit(answers)
+    assert [answer.wait() for answer in answers] == [alone([2], 5)] * 4
+    assert engine.stop(LIMIT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Counting()
+    monkeypatch.setattr(model, "step", lambda *given: 1 // 0)
+    engine, lost = running(model), Followed([1])
+    engine.submit([lost])
+    assert lost.wait()[1] == "error"
+    engine._thread.join(LIMIT)
+    assert engine.failed and not engine.alive
+    healthy = running(Counting())
+    assert healthy.stop(LIMIT) and not healthy.failed

@@ -63,6 +63,18 @@ def running() -> Iterator[Running]:
     server.stop()
 
 
+class Stopped:
+    """An application whose engine has failed."""
+
+    class engine:
+        failed = True
+
+
+def test_a_server_whose_engine_has_failed_ends_with_an_error() -> None:
+    with pytest.raises(LaunchError, match="engine has failed"):
+        listen.serve_until_end(Stopped(), listen.bind_addresses("127.0.0.1", 0))  # type: ignore[arg-type]
+
+
 def everything(client: socket.socket) -> bytes:
     """What the server sends until it closes the connection, or breaks it."""
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lancebill.errors import NotFinite
 from lancebill.serving import sampling
 from lancebill.serving.sampling import Sampling, choose, most_likely
 
@@ -38,8 +39,18 @@ def test_logits_of_an_inference_step_and_of_one_with_gradients() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_temperature_zero_takes_the_most_likely_token(row: str) -> None:
-    logits, how = torch.tensor(ROWS[row]), Sampling()
-    assert choose(logits, how, (), how.generator()).id == int(logits.argmax())
+    logits = torch.tensor(ROWS[row])
+    for how in (Sampling(), Sampling(5e-324), Sampling(1e-40, top_p=0.5), Sampling(1e-9, top_k=2)):
+        if logits.max().isfinite():
+            assert choose(logits, how, (), how.generator()).id == int(logits.argmax())
+        else:
+            with pytest.raises(NotFinite):
+                choose(logits, how, (), how.generator())
+
+
+def test_large_logits_are_drawn_as_small_ones() -> None:
+    how, large = Sampling(1e-6, seed=1), torch.tensor([-3e38, 3e38, 3e38, -float("inf")])
+    assert {choose(large, how, (), source).id for source in [how.generator()] for _ in range(50)} == {1, 2}
 
 
 def test_penalties_come_before_the_choice() -> None:
