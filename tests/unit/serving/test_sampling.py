@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy
 import pytest
 import torch
+from torch import Tensor
 
 from lancebill.errors import NotFinite
 from lancebill.serving import sampling
@@ -57,3 +61,68 @@ def test_penalties_come_before_the_choice() -> None:
     how = Sampling(logit_bias={1: -9.0})
     assert choose(torch.tensor([0.0, 3.0, 2.0]), how, (), how.generator()).id == 2
     assert not how.plain and sampling.Sampling().plain
+
+
+def probabilities(logits: Tensor, how: Sampling) -> Tensor:
+    """The plain way: everything is sorted."""
+    values, ids = (logits.double() / how.temperature).sort(descending=True, stable=True)
+    if how.top_k:
+        values, ids = values[: how.top_k], ids[: how.top_k]
+    sorted_ones = values.softmax(-1)
+    before = sorted_ones.cumsum(-1) - sorted_ones
+    sorted_ones = sorted_ones * (before < how.top_p)
+    return torch.zeros(logits.numel(), dtype=torch.float64).index_add(0, ids, sorted_ones / sorted_ones.sum())
+
+
+HOWS = [
+    Sampling(1.0),
+    Sampling(0.7, top_p=0.9),
+    Sampling(2.0, top_p=0.5),
+    Sampling(1.0, top_k=3),
+    Sampling(0.5, top_k=99),
+]
+HOWS += [Sampling(1.5, top_p=0.6, top_k=4), Sampling(2.0, top_p=1e-6)]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("logits", ["some", "equal", "excluded", "two blocks"])
+def test_tokens_are_drawn_as_often_as_the_sorted_distribution_says(
+    logits: str, how: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4,096 draws at even distances each token gets its share, up to one."""
+    monkeypatch.setattr(sampling, "FIRST_SORTED", 5)
+    monkeypatch.setattr(sampling, "BLOCK", 8)
+    rows = {"some": torch.linspace(-2, 3, 12).flip(0)[torch.randperm(12)], "equal": torch.zeros(7)}
+    rows["excluded"] = torch.tensor([1.0, -float("inf"), 2.0, -float("inf"), 0.5])
+    rows["two blocks"] = torch.cat([torch.full((8,), -1e30), torch.arange(5.0)])
+    draws, expected = 4096, probabilities(rows[logits], how)
+    randoms = iter((torch.arange(draws, dtype=torch.float64) + 0.5) / draws)
+    monkeypatch.setattr(torch, "rand", lambda *given, **more: next(randoms))
+    drawn = [choose(rows[logits], how, (), how.generator()).id for _ in range(draws)]
+    found = torch.bincount(torch.tensor(drawn), minlength=expected.numel()) / draws
+    assert (found - expected).abs().max() <= 1.01 / draws
+
+
+def test_the_last_random_number_draws_something_likely() -> None:
+    weights = numpy.array([0.1, 0.2, 0.3, 0.0], dtype=numpy.float32)
+    assert sampling._drawn(weights, 1 - 2**-53) == 2 and sampling._drawn(weights, 0.0) == 0
+
+
+def test_a_seed_decides_whatever_runs_beside_it() -> None:
+    rows, how = torch.randn(20, 3000), Sampling(1.0, top_p=0.95, seed=3)
+
+    def answer(beside: int) -> list[int]:
+        source, others = how.generator(), [replace(how, seed=None).generator() for _ in range(beside)]
+        return [[choose(row, how, (), each).id for each in (*others, source)][-1] for row in rows]
+
+    assert answer(0) == answer(3)
+
+
+def test_no_vocabulary_is_sorted_for_a_likely_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, sort = [], numpy.sort
+    monkeypatch.setattr(numpy, "sort", lambda values: sizes.append(values.size) or sort(values))
+    monkeypatch.setattr(Tensor, "sort", lambda *given, **more: pytest.fail("sorts"))
+    logits = torch.arange(50_000.0)
+    for how in (Sampling(0.7), Sampling(0.7, top_k=20), Sampling(0.7, top_p=0.95), Sampling(0.7, 0.95, 2000)):
+        choose(logits, how, (), how.generator())
+    assert sizes == [1024, 1024]
