@@ -6,7 +6,6 @@ A parameter that is null counts as absent. One that no table lists is refused to
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +25,17 @@ class ApiError(Exception):
         code: str | None = None,
         kind: str = "invalid_request_error",
     ) -> None:
+        # A message may quote what a client sent, and half a character cannot be sent back.
+        message, param = _sendable(message), None if param is None else _sendable(param)
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def _sendable(said: str) -> str:
+    return said.encode(errors="backslashreplace").decode()
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Read:
@@ -82,7 +87,7 @@ def logit_bias(value: Any) -> dict[int, float]:
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10) or isinstance(bias, bool):
             raise wrong
-        if not isinstance(bias, (int, float)) or not math.isfinite(bias) or abs(bias) > 100:
+        if not isinstance(bias, (int, float)) or not abs(bias) <= 100:  # also NaN
             raise wrong
         biases[int(token)] = float(bias)
     return biases

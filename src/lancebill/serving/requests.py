@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jinja2
-
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.sampling import Sampling
 
 COMPLETION_TOKENS = 16  # of an answer in /v1/completions that says nothing, as in OpenAI's
+MOST_QUOTED = 500  # characters of another program's error
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,9 @@ def _prompts(served: Served, values: Mapping[str, Any]) -> tuple[str, tuple[tupl
         ids = served.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise ApiError(400, f"the model's chat template refuses this: {error}", name, "invalid_value") from None
+    except Exception as error:  # a template may do anything with the values of a client: index, add, recurse
+        what = f"the model's chat template refuses this: {str(error)[:MOST_QUOTED]}"
+        raise ApiError(400, what, name, "invalid_value") from None
     return name, (_checked(served, name, ids),)
 
 

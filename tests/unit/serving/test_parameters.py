@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Mapping
@@ -41,7 +42,10 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([0, -5], ["x", 1.5]),
     "presence_penalty": ([-2, 2], [3, "x"]),
     "frequency_penalty": ([-2, 2], [3, "x"]),
-    "logit_bias": ([{"5": 10}, {}], [{"x": 1}, {"5": 101}, {"5": True}, [5], {"-1": 1}, {"²": 1}]),
+    "logit_bias": (
+        [{"5": 10}, {}],
+        [{"x": 1}, {"5": 101}, {"5": True}, {"5": 10**400}, {"5": -(10**400)}, [5], {"-1": 1}, {"²": 1}],
+    ),
     "top_logprobs": ([0], [21, -1, "x"]),
     "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "json_schema"}, "text"]),
     "tools": ([[]], [[{"type": "function", "function": {"name": "f"}}], {}]),
@@ -80,7 +84,7 @@ def refusal(table: Mapping[str, Read], body: Mapping[str, Any]) -> dict[str, Any
     with pytest.raises(ApiError) as caught:
         read_parameters(table, body, [])
     assert 400 <= caught.value.status < 500
-    error: dict[str, Any] = json.loads(json.dumps(caught.value.body()))["error"]
+    error: dict[str, Any] = json.loads(json.dumps(caught.value.body(), ensure_ascii=False).encode())["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["message"]
     return error
 
@@ -112,6 +116,12 @@ def test_expected_values_are_shown_as_json() -> None:
     assert 'expected {"type": "text"};' in refusal(CHAT, {"response_format": {"type": "json_object"}})["message"]
 
 
+def test_half_a_character_is_quoted_in_ascii() -> None:
+    assert refusal(CHAT, {"\ud800": 1})["param"] == "\\ud800"
+    message = refusal(CHAT, {"messages": [{"role": "user", "content": "x", "\ud800": 1}]})["message"]
+    assert "ud800" in message
+
+
 def test_a_reply_may_be_sent_back() -> None:
     """Its nulls and empty lists say nothing."""
     nothing = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
@@ -135,7 +145,27 @@ def test_a_refused_message_is_named(wrong: Mapping[str, Any]) -> None:
     assert "message 1" in said and "'name'" in said
 
 
-ODD = [True, 0, -1, 1e308, 10**400, "", "\ud800", "x" * 5000, [], [None], [[]], [{}], {}, {"": None}, {"x": {"y": []}}]
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), [])
+ODD = [
+    True,
+    0,
+    -1,
+    1e308,
+    10**400,
+    "",
+    "\ud800",
+    "x" * 5000,
+    DEEP,
+    {"x": DEEP},
+    {"5": 10**400},
+    [],
+    [None],
+    [[]],
+    [{}],
+    {},
+    {"": None},
+    {"x": {"y": []}},
+]
 
 
 def test_no_value_does_anything_but_work_or_be_refused() -> None:
@@ -146,6 +176,7 @@ def test_no_value_does_anything_but_work_or_be_refused() -> None:
                 read_parameters(table, {name: value}, [])
             except ApiError as error:
                 assert error.status == 400 and error.param == name
+                json.dumps(error.body(), ensure_ascii=False).encode()
 
 
 def test_sampling() -> None:

@@ -85,6 +85,20 @@ def test_what_is_refused(values: Mapping[str, Any], status: int, param: str) -> 
     assert (caught.value.status, caught.value.param) == (status, param)
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ x | tojson }}", "{{ 1 // x[0] }}", "{{ x + 1 }}", "{{ x['a'].b.c }}", "{% if"]
+)
+def test_a_template_that_cannot_use_a_variable_refuses_it(template: str) -> None:
+    deep: Any = [0]
+    for _ in range(5000):
+        deep = [deep]
+    for value in (deep, [0], "\ud800", 10**400):
+        with pytest.raises(ApiError) as caught:
+            for part in (template, "{{ x }}{{ x[0][0].c }}{{ 1 // 0 }}"):
+                wanted(served(part), {"messages": MESSAGES, "chat_template_kwargs": {"x": value}})
+        assert caught.value.status == 400 and json.dumps(caught.value.body(), ensure_ascii=False).encode()
+
+
 def generate(engine: BatchEngine, prompts: Sequence[tuple[int, ...]], stops: tuple[str, ...] = ()) -> list[Piece]:
     async def pieces() -> list[Piece]:
         asked = Wanted(tuple(prompts), 1, (4,) * len(prompts), Sampling(), stops, False, False)
