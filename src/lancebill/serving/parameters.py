@@ -101,8 +101,7 @@ def labels(value: Any) -> dict[str, str]:
 
 
 def template_variables(value: Any) -> dict[str, Any]:
-    reserved = {"messages", "tokenize", "return_tensors", "add_generation_prompt", "chat_template", "return_dict"}
-    if not isinstance(value, dict) or reserved & set(value):
+    if not isinstance(value, dict):
         raise ValueError("an object of variables for the chat template")
     return value
 

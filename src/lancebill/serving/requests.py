@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jinja2
+
+from lancebill.serving import templates
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.sampling import Sampling
 
 COMPLETION_TOKENS = 16  # of an answer in /v1/completions that says nothing, as in OpenAI's
+# A template may do anything with the values of a client: index, divide, recurse.
+TEMPLATE_FAILED = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 MOST_QUOTED = 500  # characters of another program's error
 
 
@@ -109,27 +116,28 @@ def _prompts(served: Served, values: Mapping[str, Any]) -> tuple[str, tuple[tupl
     if "instructions" in values:
         messages = [{"role": "system", "content": values["instructions"]}, *messages]
     template = served.tokenizer.chat_template
-    variables = _variables(str(template), values)
+    variables = _variables(served, values)
     if template is None:
         return name, (_tokens(served, name, "\n".join(message["content"] for message in messages)),)
     try:
         ids = served.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
-    except Exception as error:  # a template may do anything with the values of a client: index, add, recurse
+    except TEMPLATE_FAILED as error:
         what = f"the model's chat template refuses this: {str(error)[:MOST_QUOTED]}"
         raise ApiError(400, what, name, "invalid_value") from None
     return name, (_checked(served, name, ids),)
 
 
-def _variables(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template; those that it does not know would do nothing."""
+def _variables(served: Served, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template; those that it does not read would do nothing."""
     variables = dict(values.get("chat_template_kwargs", {}))
     given = dict.fromkeys(variables, "chat_template_kwargs")
     if "reasoning_effort" in values:
         variables["reasoning_effort"], given["reasoning_effort"] = values["reasoning_effort"], "reasoning_effort"
+    known = templates.variables(templates.source(served.tokenizer)) if given and served.tokenizer.chat_template else ()
     for variable, param in given.items():
-        if not re.search(rf"\b{re.escape(variable)}\b", template):
+        if variable not in known:
             what = f"{param}: this model's chat template has no variable {variable[:64]!r}"
             raise ApiError(400, what, param, "unsupported_parameter")
     return variables

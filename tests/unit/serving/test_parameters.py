@@ -58,7 +58,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "store": ([False], [True, 0]),
     "modalities": ([["text"]], [["text", "audio"]]),
     "reasoning_effort": (["low"], [1]),
-    "chat_template_kwargs": ([{"enable_thinking": False}], [{"chat_template": "{{ x }}"}, {"messages": []}, []]),
+    "chat_template_kwargs": ([{"enable_thinking": False}], ["x", []]),
     "echo": ([False], [True, 0]),
     "best_of": ([1], [2, True]),
     "instructions": (["x"], [7]),

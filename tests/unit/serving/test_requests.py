@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_engine import LIMIT, VOCABULARY, Counting, running  # noqa: E402
 
 from lancebill.errors import LaunchError, UnsupportedProblem  # noqa: E402
+from lancebill.serving import templates  # noqa: E402
 from lancebill.serving.app import LONG_TEXT, MOST_BODY, App, Call, ClientGone  # noqa: E402
 from lancebill.serving.engine import Answer, BatchEngine  # noqa: E402
 from lancebill.serving.generation import Generation, Piece  # noqa: E402
@@ -97,6 +98,26 @@ def test_a_template_that_cannot_use_a_variable_refuses_it(template: str) -> None
             for part in (template, "{{ x }}{{ x[0][0].c }}{{ 1 // 0 }}"):
                 wanted(served(part), {"messages": MESSAGES, "chat_template_kwargs": {"x": value}})
         assert caught.value.status == 400 and json.dumps(caught.value.body(), ensure_ascii=False).encode()
+
+
+TEMPLATE = """{%- macro shown(message) %}{{ message.content }}{% endmacro -%}
+{%- if tools %}{{ tools | tojson }}{% endif %}{% if thinking is not defined %}{% set thinking = true %}{% endif -%}
+{%- for message in messages %}{% if loop.first and depth is defined %}{{ raise_exception("other") }}{% endif -%}
+{% generation %}{{ shown(message) }}{% endgeneration %}{% if not thinking %}{% break %}{% endif %}{% endfor -%}
+{%- set space = namespace(a=1) %}{{ bos_token }}{% if add_generation_prompt %}{% endif %}"""
+
+
+def test_variables_are_those_that_the_template_reads() -> None:
+    assert templates.variables(TEMPLATE) == {"thinking", "depth", "bos_token"}
+    assert templates.variables("{% if") == frozenset()
+    refused = ["tools", "messages", "loop", "message", "is", "first", "other", "space", "namespace", "raise_exception"]
+    refused += ["chat_template", "tokenize", "add_generation_prompt", "shown", "a", "content", "\ud800"]
+    for name in refused:
+        with pytest.raises(ApiError) as caught:
+            wanted(served(TEMPLATE), {"messages": MESSAGES, "chat_template_kwargs": {name: []}})
+        assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs"), name
+    given = {"messages": MESSAGES, "chat_template_kwargs": {"thinking": False}}
+    assert wanted(served(TEMPLATE), given).prompts == ((3, 4),)
 
 
 def generate(engine: BatchEngine, prompts: Sequence[tuple[int, ...]], stops: tuple[str, ...] = ()) -> list[Piece]:
