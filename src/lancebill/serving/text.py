@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+MOST_BYTES = 4  # of a character in UTF-8
+MOST_UNREAD = 16  # tokens without a whole character at their end: all are decoded again for each one that comes
 
 
 class TextStream:
@@ -18,7 +20,8 @@ class TextStream:
         self.stopped = False
         self.length = 0  # characters of all tokens so far, also of those that are held back
         self._tokens: list[int] = []
-        self._context, self._read = 0, 0  # text of tokens before `_read` is known; those from `_context` precede it
+        self._context, self._read = 0, 0  # text of tokens before `_read` is known; those from `_context` are its last
+        self._given = 0  # characters of the text from `_context` on that are known
         self._held = ""  # known text that may be the beginning of a stop string
 
     def add(self, token: int) -> str:
@@ -33,12 +36,17 @@ class TextStream:
     def _decode(self, final: bool) -> str:
         # A token's text may depend on the one before it (spaces between words), so known tokens are decoded again
         # before the new ones, but only the last few of them.
-        known = self._text(self._tokens[self._context : self._read])
         text = self._text(self._tokens[self._context :])
-        if not final and (len(text) <= len(known) or text.endswith(INCOMPLETE)):
+        complete = final or not text.endswith(INCOMPLETE)
+        many = len(self._tokens) - self._read >= MOST_UNREAD
+        if not final and not many and (len(text) <= self._given or not complete):
             return ""
-        self._context, self._read = self._read, len(self._tokens)
-        new = text[len(known) :]
+        # All but the last replacement character stand for bytes that no further ones make a character of.
+        new = text[self._given : len(text) if complete else -1]
+        self._context = len(self._tokens) - MOST_BYTES if many else self._read
+        self._read = len(self._tokens)
+        known = self._text(self._tokens[self._context :])
+        self._given = len(known) - (not complete and known.endswith(INCOMPLETE))
         self.length += len(new)
         return new
 

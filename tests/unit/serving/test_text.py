@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,3 +56,40 @@ def test_the_length_counts_text_that_is_held_back() -> None:
         stream.add(byte)
         lengths.append(stream.length)
     assert lengths == [1, 1, 1, 2, 3, 4]
+
+
+class Counted(Bytes):
+    """Counts the tokens that are decoded."""
+
+    decoded = 0
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        self.decoded += len(tokens)
+        return super().decode([token for token in tokens if token < 256])
+
+
+@pytest.mark.parametrize("token", [0x80, 0xE2, 300])
+def test_tokens_that_never_become_characters_cost_no_more_than_others(token: int) -> None:
+    """Parts of characters, and tokens without text."""
+    tokenizer = Counted()
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for _ in range(2000)]
+    assert tokenizer.decoded < 2000 * 40
+    text = "".join(pieces) + "".join(stream.add(byte) for byte in "€ab".encode()) + stream.finish()
+    assert text == "\ufffd" * (2000 if token < 256 else 0) + "€ab" and stream.length == len(text)
+    assert token > 255 or any(pieces)
+
+
+class Overlapping(Bytes):
+    """Each token ends one character of three bytes and begins the next."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return b"".join(
+            ["€".encode()[1:] + b"\xe2", "€".encode(), b"\xe2", b"\x82\xac"][token] for token in tokens
+        ).decode(errors="replace")
+
+
+def test_characters_that_overlap_tokens_for_long_are_kept() -> None:
+    stream = TextStream(Overlapping())
+    pieces = [stream.add(token) for token in [1, 2, *[0] * 500, 3, 1]]
+    assert "".join(pieces) + stream.finish() == "€" * 503 and not any("\ufffd" in piece for piece in pieces)
