@@ -80,7 +80,11 @@ class Generation:
             if index not in open_answers:
                 continue  # generated before the engine knew that the answer had stopped
             stream, finish = self._texts[index], None
-            if isinstance(event, Token):
+            if isinstance(event, Token) and event.id in self.wanted.stop_tokens:
+                self.generated_tokens += 1
+                self._engine.cancel([self._answers[index]])
+                text, finish = stream.finish(), "stop"
+            elif isinstance(event, Token):
                 self.generated_tokens += 1
                 pending[index].append((event, stream.length))
                 text = stream.add(event.id)

@@ -43,6 +43,7 @@ class Wanted:
     stops: tuple[str, ...]
     stream: bool
     usage_event: bool
+    stop_tokens: frozenset[int] = frozenset()  # special tokens among the stops: texts do not have them
 
     @property
     def answers(self) -> list[tuple[tuple[int, ...], int, Sampling]]:
@@ -79,7 +80,14 @@ def wanted(served: Served, values: Mapping[str, Any]) -> Wanted:
         stops=values.get("stop", ()),
         stream=values.get("stream", False),
         usage_event=values.get("stream_options", False),
+        stop_tokens=_special_tokens(served, values.get("stop", ())),
     )
+
+
+def _special_tokens(served: Served, texts: Sequence[str]) -> frozenset[int]:
+    """Those whose whole text is one of these."""
+    added = served.tokenizer.added_tokens_decoder if texts else {}
+    return frozenset(token for token, one in added.items() if one.special and one.content in texts)
 
 
 def _sampling(served: Served, values: Mapping[str, Any]) -> Sampling:

@@ -138,6 +138,26 @@ def test_answers_until_they_stop() -> None:
     assert engine.stop(5)
 
 
+def test_special_tokens_are_stops() -> None:
+    """w14 has no text: it is skipped."""
+    model = served()
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["w14", "w28"]})
+    assert wanted(model, {"prompt": ["w3"], "stop": ("w14", "w1", "4")}).stop_tokens == {14}
+    engine = running(Counting())
+
+    async def pieces(stops: tuple[str, ...]) -> list[Piece]:
+        asked = wanted(model, {"prompt": ["w3 w4"], "max_tokens": 4, "stop": stops})
+        generation = Generation(engine, model, asked, Mail(asyncio.get_running_loop()))
+        generation.submit()
+        return [piece async for piece in generation.pieces()]
+
+    whole, cut = asyncio.run(pieces(())), asyncio.run(pieces(("w14", "w7 w7")))
+    assert "".join(piece.text for piece in whole).split() == ["w7", "w6"] and whole[-1].finish == "length"
+    assert "".join(piece.text for piece in cut).split() == ["w7"] and cut[-1].finish == "stop"
+    assert [token.id for piece in cut for token in piece.tokens] == [7]
+    assert engine.stop(5)
+
+
 def test_a_full_queue_and_a_failing_model() -> None:
     full, failing = running(Counting(), waiting=1), Counting()
     with pytest.raises(ApiError) as caught:
