@@ -20,6 +20,7 @@ from lancebill import from_pretrained  # noqa: E402
 from lancebill.serving import engine as engines  # noqa: E402
 from lancebill.serving.engine import Answer, BatchEngine, End, Limits  # noqa: E402
 from lancebill.serving.ragged import RaggedModel, SeparateModel, runner  # noqa: E402
+from lancebill.serving.recommended import recommended  # noqa: E402
 from lancebill.serving.sampling import Sampling  # noqa: E402
 
 WINDOW = {"sliding_window": 6}
@@ -60,3 +61,27 @@ def test_answers_in_a_batch_are_those_given_alone(family: str, tmp_path: Path, m
     engine.submit(answers[3:])
     assert all(end.wait(30) for end in ended) and engine.stop(10)
     assert [answer.tokens for answer in answers] == alone
+
+
+def test_a_recommended_repetition_penalty_counts_prompt_and_answer(tmp_path: Path) -> None:
+    """As transformers' own `generate` does."""
+    assert tiny.save_model(transformers, "qwen3_moe", tmp_path)
+    model = from_pretrained(tmp_path, dtype="float32").eval()
+
+    def alone(prompt: list[int]) -> list[int]:
+        given = torch.tensor([prompt])
+        return list(model.generate(given, max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist())
+
+    plain = [alone(prompt) for prompt in PROMPTS]
+    model.generation_config.repetition_penalty = 1.5
+    expected = [alone(prompt) for prompt in PROMPTS]
+    engine = BatchEngine(runner(model), Limits(64))
+    ended = [threading.Event() for _ in PROMPTS]
+    answers = [
+        Answer(prompt, 12, recommended(model), lambda event, end=end: end.set() if isinstance(event, End) else None)
+        for prompt, end in zip(PROMPTS, ended)
+    ]
+    engine.submit(answers)
+    engine.start()
+    assert all(end.wait(30) for end in ended) and engine.stop(10)
+    assert [answer.tokens for answer in answers] == expected != plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import sys
 import time
@@ -14,6 +15,8 @@ import typer
 
 from lancebill.cli import models
 from lancebill.errors import SpecError
+
+log = logging.getLogger("lancebill")
 
 Temperature = Annotated[float, typer.Option("--temperature", min=0, max=2, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", min=1e-6, max=1, help="Probability mass to sample from.")]
@@ -72,6 +75,8 @@ class Answering:
         self.model, self.tokenizer = model, tokenizer
         self.seed = seed % 2**63  # every integer is a seed; torch takes 64 bits
         self.runner = _native_runner(model)
+        if self.runner is not None:
+            _say_what_is_not_used(model)
 
     @property
     def how(self) -> str:
@@ -103,20 +108,30 @@ class Answering:
 
     def _tokens(self, prompt: list[int], wanted: AnswerOptions) -> Iterator[int | None]:
         """Generated tokens; the last is None if the model ended its answer."""
+        from lancebill.serving.recommended import repetition_penalty
         from lancebill.serving.sampling import Sampling, choose
         from lancebill.serving.start import end_tokens
 
-        how = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, self.seed - 1)
-        source, ends, earlier = how.generator(), end_tokens(self.model, self.tokenizer), list[int]()
-        sequence, new = self.runner.new_sequence(), prompt
+        penalty = repetition_penalty(self.model)
+        how = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, self.seed - 1, repetition_penalty=penalty)
+        source, asked, ends = how.generator(), how.asked(prompt), end_tokens(self.model, self.tokenizer)
+        sequence, new, earlier = self.runner.new_sequence(), prompt, list[int]()
         while len(earlier) < wanted.tokens:
-            token = choose(self.runner.step([sequence], [new])[0], how, earlier, source).id
+            token = choose(self.runner.step([sequence], [new])[0], how, earlier, source, asked).id
             if token in ends:
                 yield None
                 return
             earlier.append(token)
             new = [token]
             yield token
+
+
+def _say_what_is_not_used(model: Any) -> None:
+    """Of the checkpoint's recommendations, which transformers' own `generate` would follow."""
+    from lancebill.serving.recommended import not_used
+
+    if line := not_used(model):
+        log.warning("%s", line)
 
 
 def _fitting(wanted: AnswerOptions, config: Any, prompt: int) -> AnswerOptions:

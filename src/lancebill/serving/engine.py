@@ -72,7 +72,7 @@ class Answer:
         self.known = 0  # tokens of this text that it had seen before a pause
         self.shared = 0  # of these, with another answer
         self.state: Any = None
-        self.source = how.generator()
+        self.source, self.asked = how.generator(), how.asked(prompt)
         self.cancelled = self.paused = False
         self.submitted = time.perf_counter()
 
@@ -306,7 +306,7 @@ class BatchEngine:
     def _chosen(self, answer: Answer, logits: Tensor, best: tuple[int, float] | None) -> Token:
         """`best` is the most likely token and its logit, known for plain answers."""
         if best is None:
-            return choose(logits, answer.how, answer.tokens, answer.source)
+            return choose(logits, answer.how, answer.tokens, answer.source, answer.asked)
         checked(best[1])
         return Token(best[0])
 

@@ -220,6 +220,7 @@ MORE_SAMPLED = {
     "seed": integer(-(2**63), 2**63 - 1),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
+    "repetition_penalty": number(1e-6, 1e6),
     "logit_bias": logit_bias,
     "n": integer(1, MOST_CHOICES),
     "stop": stops,

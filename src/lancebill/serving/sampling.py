@@ -36,6 +36,7 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # transformers': logits of tokens of the prompt and the answer are divided by it
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None  # None: no log-probabilities at all
 
@@ -47,8 +48,12 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """The largest logit is the answer, and nothing else is asked for."""
-        changed = self.presence_penalty or self.frequency_penalty or self.logit_bias
+        changed = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.repetition_penalty != 1
         return self.greedy and not changed and self.top_logprobs is None
+
+    def asked(self, prompt: Sequence[int]) -> Tensor | None:
+        """The different tokens of a prompt, if they change how tokens are chosen."""
+        return torch.tensor(prompt).unique() if self.repetition_penalty != 1 else None
 
     def generator(self) -> torch.Generator:
         """Random numbers of this answer alone, whatever runs beside it."""
@@ -89,10 +94,13 @@ def checked(best: float) -> None:
         raise NotFinite("the model's logits are not finite", got=f"{best} as the largest")
 
 
-def choose(logits: Tensor, how: Sampling, earlier: Sequence[int], source: torch.Generator) -> Token:
-    """The next token. `earlier` are the tokens of the answer so far, which the penalties count."""
+def choose(
+    logits: Tensor, how: Sampling, earlier: Sequence[int], source: torch.Generator, asked: Tensor | None = None
+) -> Token:
+    """The next token. `earlier` are the tokens of the answer so far, which the penalties count; `asked` is what
+    `Sampling.asked` says of the prompt."""
     logits = logits.float().cpu()
-    chosen = _pick(_adjusted(logits, how, earlier), how, source)
+    chosen = _pick(_adjusted(logits, how, earlier, asked), how, source)
     if how.top_logprobs is None:
         return Token(chosen)
     logprobs = logits.log_softmax(-1)
@@ -100,7 +108,11 @@ def choose(logits: Tensor, how: Sampling, earlier: Sequence[int], source: torch.
     return Token(chosen, float(logprobs[chosen]), tuple(zip(best.indices.tolist(), best.values.tolist())))
 
 
-def _adjusted(logits: Tensor, how: Sampling, earlier: Sequence[int]) -> Tensor:
+def _adjusted(logits: Tensor, how: Sampling, earlier: Sequence[int], asked: Tensor | None) -> Tensor:
+    if asked is not None:
+        said = torch.cat([asked, torch.tensor(earlier, dtype=torch.int64)])
+        scores, penalty = logits[said], how.repetition_penalty
+        logits = logits.index_copy(0, said, torch.where(scores < 0, scores * penalty, scores / penalty))
     if (how.presence_penalty or how.frequency_penalty) and earlier:
         seen, counts = torch.tensor(earlier).unique(return_counts=True)
         logits = logits.index_add(0, seen, -(how.presence_penalty + how.frequency_penalty * counts.float()))

@@ -9,9 +9,9 @@ from lancebill.serving.context import longest_context
 from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
 from lancebill.serving.ragged import RaggedModel, runner
+from lancebill.serving.recommended import not_used, recommended
 from lancebill.serving.requests import Served
 from lancebill.serving.runners import Runner, SmallSteps
-from lancebill.serving.sampling import Sampling
 
 LONGEST_CONTEXT = 32768  # by default: keys and values of longer ones may not fit
 
@@ -20,7 +20,7 @@ def start(
     name: str, model: Any, tokenizer: Any, *, context: int | None = None, kept_tokens: int | None = None,
     api_key: str | None = None, small: SmallSteps | None = None,
 ) -> tuple[App, str]:  # fmt: skip
-    """The application with its engine running, and one line about how it runs. `small` is tried for small steps."""
+    """The application with its engine running, and lines about how it runs. `small` is tried for small steps."""
     text_config = model.config.get_text_config()
     limits = Limits(
         min(context or LONGEST_CONTEXT, longest_context(model.config)),
@@ -28,8 +28,9 @@ def start(
     )
     metrics, chosen = Metrics(), runner(model, small, limits.context)
     engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
-    served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))
-    return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {_how(chosen)}"
+    served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), recommended(model))
+    about = [f"context {limits.context} tokens; requests run {_how(chosen)}", not_used(model)]
+    return App(engine, served, metrics, api_key), "\n  ".join(filter(None, about))
 
 
 def _how(chosen: Runner) -> str:
@@ -43,15 +44,3 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     listed = model.generation_config.eos_token_id
     ends = set(listed if isinstance(listed, list) else [listed])
     return {token for token in ends | {tokenizer.eos_token_id} if token is not None}
-
-
-def _defaults(model: Any) -> Sampling:
-    """What the checkpoint recommends; greedy if it recommends nothing."""
-    given = model.generation_config
-    if not given.do_sample:
-        return Sampling()
-    return Sampling(
-        temperature=1.0 if given.temperature is None else float(given.temperature),
-        top_p=1.0 if given.top_p is None else float(given.top_p),
-        top_k=int(given.top_k or 0),
-    )

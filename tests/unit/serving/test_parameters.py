@@ -42,6 +42,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([0, -5], ["x", 1.5]),
     "presence_penalty": ([-2, 2], [3, "x"]),
     "frequency_penalty": ([-2, 2], [3, "x"]),
+    "repetition_penalty": ([1, 0.5, 1.1], [0, -1, "x", 10**400, True]),
     "logit_bias": (
         [{"5": 10}, {}],
         [{"x": 1}, {"5": 101}, {"5": True}, {"5": 10**400}, {"5": -(10**400)}, [5], {"-1": 1}, {"²": 1}],

@@ -126,3 +126,16 @@ def test_no_vocabulary_is_sorted_for_a_likely_token(monkeypatch: pytest.MonkeyPa
     for how in (Sampling(0.7), Sampling(0.7, top_k=20), Sampling(0.7, top_p=0.95), Sampling(0.7, 0.95, 2000)):
         choose(logits, how, (), how.generator())
     assert sizes == [1024, 1024]
+
+
+def test_the_repetition_penalty_is_that_of_transformers() -> None:
+    processors = pytest.importorskip("transformers").generation.logits_process
+    logits, prompt, earlier = torch.randn(3, 50), [4, 4, 7, 9], [9, 30, 31, 30]
+    for penalty in (1.3, 0.8, 100.0):
+        how = Sampling(repetition_penalty=penalty)
+        judge = processors.RepetitionPenaltyLogitsProcessor(penalty)
+        expected = judge(torch.tensor([prompt + earlier] * 3), logits.clone())
+        for row, right in zip(logits, expected):
+            assert torch.equal(sampling._adjusted(row, how, earlier, how.asked(prompt)), right)
+            assert choose(row, how, earlier, how.generator(), how.asked(prompt)).id == int(right.argmax())
+    assert not how.plain and Sampling().asked(prompt) is None
