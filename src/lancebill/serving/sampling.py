@@ -53,7 +53,7 @@ class Sampling:
 
     def asked(self, prompt: Sequence[int]) -> Tensor | None:
         """The different tokens of a prompt, if they change how tokens are chosen."""
-        return torch.tensor(prompt).unique() if self.repetition_penalty != 1 else None
+        return torch.tensor(prompt, dtype=torch.int64).unique() if self.repetition_penalty != 1 else None
 
     def generator(self) -> torch.Generator:
         """Random numbers of this answer alone, whatever runs beside it."""
