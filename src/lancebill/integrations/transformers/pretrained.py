@@ -139,9 +139,8 @@ def from_pretrained(
     the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
     `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU, `gpu_experts` those of each layer: the others stay in
     host memory, computed by `cpu_threads` threads of the CPU (docs/hybrid.md). `moves` "recency" keeps those on the
-    GPU that were used last. `progress` is called with the bytes of experts packed so far and in all; without it there
-    is transformers' progress bar. Other keywords are passed to transformers' `from_pretrained`
-    (attn_implementation, ...).
+    GPU that were used last. `progress`, instead of transformers' bar, is called with the bytes of experts packed so far
+    and in all. Other keywords are passed to transformers' `from_pretrained` (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
