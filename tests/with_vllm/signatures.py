@@ -11,11 +11,13 @@ import json
 import sys
 from pathlib import Path
 
-from lancebill.integrations.vllm.hooks import BALANCING_HOOKS, HOOKS, NARROW_HOOKS
+from lancebill.integrations.vllm import hooks
 
 
 def arguments(root: Path, module: str, name: str) -> list[str] | None:
     """The arguments of a function, or the annotated fields of a class; None if there is no such name."""
+    if not _file(root, module).exists():
+        return None
     tree = ast.parse(_file(root, module).read_text(encoding="utf-8"))
     first, _, rest = name.partition(".")
     for node in tree.body:
@@ -66,7 +68,10 @@ def _absolute(module: str, root: Path, node: ast.ImportFrom) -> str:
 
 
 def record(root: Path) -> dict[str, list[str] | None]:
-    return {str(hook): arguments(root, hook.module, hook.name) for hook in (*HOOKS, *BALANCING_HOOKS, *NARROW_HOOKS)}
+    optional = (*hooks.BALANCING_HOOKS, *hooks.NARROW_HOOKS, *hooks.STOCK_HOOKS, *hooks.RELOAD_HOOKS, *hooks.SAVE_HOOKS)
+    return {
+        str(hook): arguments(root, hook.module, hook.name) for hook in (*hooks.HOOKS, *optional, *hooks.PATCH_HOOKS)
+    }
 
 
 if __name__ == "__main__":

@@ -111,9 +111,9 @@ def test_hooks_exist_in_every_tested_version(version: str) -> None:
     assert hooks.version_warning(version) is None
 
 
-def test_hooks_of_narrow_matrices_exist_in_the_first_and_last_tested_version() -> None:
+def test_optional_hooks_exist_in_the_first_and_last_tested_version() -> None:
     for version in (min(SIGNATURES), max(SIGNATURES)):
-        for hook in hooks.NARROW_HOOKS:
+        for hook in (*hooks.NARROW_HOOKS, *hooks.STOCK_HOOKS, *hooks.RELOAD_HOOKS, *hooks.SAVE_HOOKS):
             assert set(hook.arguments) <= set(SIGNATURES[version][str(hook)] or ()), (version, hook)
 
 

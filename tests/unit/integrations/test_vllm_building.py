@@ -34,26 +34,44 @@ class Log:
     warning = info
 
 
+class Ours:
+    """Our quantisation config, in place of vLLM's."""
+
+
+def leave_to_vllm(vllm_config: Any) -> None:
+    vllm_config.quant_config = "vLLM's"
+
+
 class Engine:
     """The plugin's part that builds models, and what vLLM tells it."""
 
     def __init__(self, building: Any, log: Log, folder: Path) -> None:
         self.building, self.log, self.folder = building, log, folder
 
-    def build(self, refusals: tuple[Reason, ...] = (), load_format: str = "auto", device: str = "cpu", **section: Any):  # type: ignore[no-untyped-def]
-        """Builds a model of two layers."""
-        self.building.get_current_vllm_config = lambda: SimpleNamespace(
+    def build(
+        self,
+        refusals: tuple[Reason, ...] = (),
+        load_format: str = "auto",
+        device: str = "cpu",
+        quant_config: Any = None,
+        **section: Any,
+    ) -> Any:
+        """Builds a model of two layers; returns vLLM's quantisation config of the layers, and that of later."""
+        vllm_config = SimpleNamespace(
             additional_config={"lancebill": section},
             load_config=SimpleNamespace(load_format=load_format),
             model_config=SimpleNamespace(model=str(self.folder), revision=None),
             device_config=SimpleNamespace(device_type=device),
-            quant_config=None,
+            quant_config=quant_config,
         )
+        self.building.get_current_vllm_config = lambda: vllm_config
         with self.building.building():
+            meanwhile = vllm_config.quant_config
             for layer in (0, 1):
                 takeover = self.building.current_takeover()
                 if takeover is not None:
                     takeover.decide(layer, OPTIONS, refusals)
+        return meanwhile, vllm_config.quant_config
 
 
 @pytest.fixture
@@ -63,7 +81,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
         "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
         "vllm.config": {"get_current_vllm_config": None},
         "vllm.logger": {"init_logger": lambda name: log},
-        f"{OURS}.dense_config": {"DequantizedConfig": Log},
+        f"{OURS}.dense_config": {"DequantizedConfig": Ours, "leave_to_vllm": leave_to_vllm, "offering_config": None},
         f"{OURS}.linear": {"LinearMethod": None},
         f"{OURS}.gguf": {"NAME": "gguf", "gguf_file": None},
     }
@@ -98,6 +116,15 @@ def test_nothing_is_said_of_other_models(engine: Engine) -> None:
     with engine.building.building():
         pass
     assert not engine.log.lines
+
+
+def test_a_checkpoint_of_which_nothing_is_taken_is_read_as_vllm_reads_it(engine: Engine) -> None:
+    """Nobody would dequantise the dense layers that our config makes plain. It stays so after the model was built."""
+    assert engine.build(quant_config="another", mode="off") == ("another", "another")
+    assert engine.build(quant_config=Ours(), mode="off") == ("vLLM's", "vLLM's")
+    assert engine.build(quant_config=Ours(), load_format="sharded_state") == ("vLLM's", "vLLM's")
+    (engine.folder / "config.json").write_text("{}")
+    assert engine.build(quant_config=Ours()) == ("vLLM's", "vLLM's")
 
 
 def test_random_weights_without_tensors(engine: Engine) -> None:

@@ -16,7 +16,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.strict_json import read_json
 from lancebill.checkpoint.resolve.naming import find_family
 from lancebill.errors import CheckpointError, LancebillError, UnsupportedFormat
-from lancebill.integrations.vllm.dense_config import DequantizedConfig
+from lancebill.integrations.vllm.dense_config import DequantizedConfig, leave_to_vllm, offering_config
 from lancebill.integrations.vllm.gguf import NAME as GGUF
 from lancebill.integrations.vllm.gguf import gguf_file
 from lancebill.integrations.vllm.linear import LinearMethod
@@ -75,7 +75,10 @@ def building() -> Iterator[ModelUnderConstruction]:
     _under_construction.append(made)
     before = vllm_config.quant_config
     try:
-        if before is not None and made.settings.linear == OFFER:
+        if isinstance(before, DequantizedConfig) and made.ask() is None:
+            leave_to_vllm(vllm_config)
+            before = vllm_config.quant_config  # for good: reloads and drafts of this model are vLLM's too
+        elif before is not None and made.settings.linear == OFFER:
             _offer_dense_layers(vllm_config, made.ask())
         yield made
         made.report()
@@ -98,7 +101,9 @@ def _offer_dense_layers(vllm_config: Any, takeover: Takeover | None) -> None:
     if takeover is None or takeover.others is None or not takeover.others.modules:
         return
     settings, section = takeover.settings, dict(takeover.source.config.quant)
-    vllm_config.quant_config = DequantizedConfig(section, lambda prefix: LinearMethod(settings, prefix))
+    vllm_config.quant_config = offering_config(
+        vllm_config.quant_config, section, lambda prefix: LinearMethod(settings, prefix)
+    )
     logger.info("dense layers: %d quantised modules are offered to lancebill", len(takeover.others.modules))
 
 

@@ -15,6 +15,7 @@ TESTED = ((0, 26), (0, 32))  # the first and the last version that were tested
 _LAYERS = "vllm.model_executor.layers"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization"
+_LOADER = "vllm.model_executor.model_loader"
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,28 @@ NARROW_HOOKS = (
         "UnquantizedEmbeddingMethod.process_weights_after_loading",
         ("layer",),
     ),
+)
+
+
+# vLLM's own choice of a quantisation config, for checkpoints that we claimed and then take nothing of.
+STOCK_HOOKS = (
+    Hook("vllm.config.model", "ModelConfig._verify_quantization"),
+    Hook("vllm.config.vllm", "VllmConfig.get_quantization_config", ("model_config", "load_config")),
+)
+
+
+# Where vLLM's reloads end. Without these an incomplete reload is found by the next request only.
+RELOAD_HOOKS = (
+    Hook(f"{_LOADER}.reload.layerwise", "finalize_layerwise_processing", ("model",)),
+    Hook(f"{_LOADER}.reload.layerwise", "get_layerwise_info", ("layer",)),
+)
+
+
+# What refuses, besides: parts of a tensor, and files of vLLM's own parameters, which have no experts.
+PATCH_HOOKS = (Hook(f"{_LOADER}.checkpoint_weight_patch", "_load_nan_masked_weights", ("model", "weights")),)
+SAVE_HOOKS = (
+    Hook(f"{_LOADER}.sharded_state_loader", "ShardedStateLoader.save_model", ("model",)),
+    Hook(f"{_LOADER}.tensorizer_loader", "TensorizerLoader.save_model", ("model",)),
 )
 
 

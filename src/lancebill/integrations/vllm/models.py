@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import ModelRegistry
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.registry import _BaseRegisteredModel
 
 from lancebill.backends.cpu import native
 from lancebill.integrations.vllm.balancing import follow_moves
 from lancebill.integrations.vllm.building import building, is_building
+from lancebill.integrations.vllm.dense_config import DequantizedConfig
 from lancebill.integrations.vllm.experts import adopt_layer_classes
 from lancebill.integrations.vllm.hooks import NARROW_HOOKS, missing_hook
 from lancebill.integrations.vllm.takeover import Takeover
@@ -60,6 +63,7 @@ def diverting_class(base: Any) -> type[nn.Module]:
                 super().__init__(*args, **kwargs)
                 return
             with building() as model:
+                _use_current_config(self)
                 super().__init__(*args, **kwargs)
             self.lancebill_takeover = model.takeover
             if model.keeps_narrow:
@@ -85,6 +89,13 @@ def diverting_class(base: Any) -> type[nn.Module]:
 
     Diverting.__name__, Diverting.__qualname__, Diverting.__module__ = base.__name__, base.__qualname__, base.__module__
     return Diverting
+
+
+def _use_current_config(model: Any) -> None:
+    """`SupportsQuant` gave the model our quantisation config before it was known that lancebill takes nothing."""
+    current = get_current_vllm_config().quant_config
+    if isinstance(model, SupportsQuant) and isinstance(model.quant_config, DequantizedConfig):
+        model.quant_config = current
 
 
 def _share_threads() -> None:
