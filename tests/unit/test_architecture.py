@@ -199,6 +199,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "integrations/transformers/step_modules.py": ({"vars"}, "attributes that only some model families set"),
     "integrations/transformers/packed_experts.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/pretrained.py": ({"hasattr", "delattr"}, "removes keys of a transformers config"),
+    "integrations/vllm/registration.py": ({"vars", "setattr", "delattr"}, "puts replaced functions of vLLM back"),
     "serving/whole_prompts.py": ({"vars"}, "attributes that only some rotary modules have, named by kind of layer"),
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,35 @@ def test_experts_that_are_left_have_the_config_that_vllm_chooses(folder: Path) -
     finally:
         dense_config.stock_config = made
     assert chosen == ["ModelOptNvFp4Config"]
+
+
+FAILS = """
+import vllm.engine.arg_utils as arguments
+from vllm import ModelRegistry
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+from vllm.model_executor.model_loader import ShardedStateLoader
+from vllm.model_executor.model_loader.reload import layerwise
+from lancebill.integrations.vllm import dense_config, plugin
+
+def state():
+    replaced = [(arguments.EngineArgs, "create_engine_config"), (CpuCommunicator, "all_gatherv")]
+    replaced += [(layerwise, "finalize_layerwise_processing"), (ShardedStateLoader, "save_model")]
+    functions = [getattr(owner, name) for owner, name in replaced]
+    return dict(ModelRegistry.models), dict(op_registry_oot), list(QUANTIZATION_METHODS), functions
+
+def fail(name):
+    raise RuntimeError("boom")
+
+before = state()
+dense_config.register_quantization_config = fail
+plugin.register()
+assert all(a == b for a, b in zip(state(), before))
+"""
+
+
+def test_a_registration_that_fails_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "lancebill is not used: RuntimeError: boom" in done.stderr + done.stdout

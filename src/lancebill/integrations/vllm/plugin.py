@@ -58,10 +58,12 @@ def _register() -> None:
     from lancebill.integrations.vllm.experts import adopt_layer_classes, register_operator
     from lancebill.integrations.vllm.gguf import register_gguf
     from lancebill.integrations.vllm.models import divert_models
+    from lancebill.integrations.vllm.registration import all_or_nothing, changed_attributes, changed_containers
 
-    add_cpu_collectives()
-    register_dense_config()
-    register_operator()
-    adopt_layer_classes()
-    divert_models()
-    register_gguf()
+    with all_or_nothing(changed_containers(), changed_attributes()):
+        register_operator()  # cannot be undone, and does nothing alone
+        add_cpu_collectives()
+        register_gguf()
+        adopt_layer_classes()
+        divert_models()
+        register_dense_config()  # last: the checkpoints that it claims need everything else
