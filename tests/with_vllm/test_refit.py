@@ -14,6 +14,9 @@ pytest.importorskip("vllm")
 
 import engine
 import models
+from safetensors.torch import load_file, save_file
+
+from lancebill.errors import UnsupportedProblem
 
 
 def test_refits_there_and_back(folder: Path, request: pytest.FixtureRequest) -> None:
@@ -50,6 +53,33 @@ def snapshot(layers: dict[int, Any]) -> dict[str, torch.Tensor]:
 def same(layers: dict[int, Any], bits: dict[str, torch.Tensor]) -> bool:
     now = snapshot(layers)
     return now.keys() == bits.keys() and all(torch.equal(tensor, bits[name]) for name, tensor in now.items())
+
+
+def test_a_wrong_reload_is_named_and_the_next_works(folder: Path) -> None:
+    """A checkpoint without one expert tensor, one of another format, a part of a tensor."""
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as patches
+
+    model, other = (models.plain_model("qwen3_moe", folder, seed) for seed in (7, 8))
+    another = models.converted("qwen3_moe", "ct-int4", folder, 8)
+    lacking = folder / "lacking"
+    shutil.copytree(other, lacking)
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name in reversed(tensors) if ".layers.1.mlp.experts." in name)
+    whole = tensors.pop(name)
+    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
+    with engine.engine(model, {"mode": "require"}) as llm:
+        want = engine.ask(llm)
+        for wrong, words in ((lacking, name), (another, "weight_packed")):
+            with pytest.raises(Exception, match=f"(?s)the reload is not complete.*{words}"):
+                reload(llm, wrong)
+            assert engine.ask(llm).tokens != want.tokens  # no more than the words of the error
+            reload(llm, model)
+            assert engine.ask(llm) == want
+        values, places = whole.flatten()[:4].clone(), torch.arange(4)
+        patch = patches.CheckpointWeightPatch(name, tuple(whole.shape), whole.dtype, values, places)
+        with pytest.raises(UnsupportedProblem, match=f"{name}: sparse patches"):
+            patches.load_checkpoint_weight_patches(engine.model_of(llm), [patch])
+        assert engine.ask(llm) == want
 
 
 def test_dummy_weights_need_only_a_config(folder: Path) -> None:

@@ -105,6 +105,7 @@ class ExpertCollector:
         self._held = 0  # bytes of the pending tensors
         self.refused: Collection[int] = ()  # experts that could not be packed with the last tensor
         self._complete: dict[int, None] = {}  # experts that are not packed yet, in the order in which they came
+        self._torn: set[int] = set()  # experts whose rows may be half written: packing them failed
         self._taken: set[str] = set()  # everything since the last `finish`
         self._headers: dict[str, Stored] = {}  # of experts that are not planned yet
         self._uses: dict[int, dict[str, _Use]] = {}  # what each expert needs, by tensor name
@@ -152,6 +153,16 @@ class ExpertCollector:
         self._losses, self._seconds, self._layout = Losses(), 0.0, None
         return report
 
+    def drop(self) -> None:
+        """Forget what was pushed since the last `finish` and is not packed. All of it may be pushed again.
+
+        Each expert is wholly old or wholly new then, but for those that could not be packed: they stay incomplete.
+        """
+        for collected in (self.pending, self._complete, self._taken, self._headers):
+            collected.clear()
+        self.incomplete = set(self._torn)
+        self._held = 0
+
     def missing(self) -> list[MissingTensor]:
         """Every tensor that an incomplete expert still needs."""
         index = self.recipe.plan.layer.index
@@ -169,6 +180,7 @@ class ExpertCollector:
     def hold(self, experts: tuple[int, ...]) -> None:
         """The layer's slots now hold `experts`, complete: weights were moved between ranks."""
         self.incomplete.clear()
+        self._torn.clear()
         self.recipe = replace(self.recipe, plan=replace(self.recipe.plan, experts=experts))
 
     def _check(self, claim: Claim, name: str, header: Stored) -> None:
@@ -223,6 +235,7 @@ class ExpertCollector:
         finally:
             self._complete.clear()
             self._release(held)
+            self._torn = (self._torn - set(experts)) | refused
             self.forget(refused)
             self.refused = refused
         raise_together(list(errors.values()), self.recipe.plan.layer.index)

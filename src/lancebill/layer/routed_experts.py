@@ -348,6 +348,13 @@ class RoutedExperts(MovableExperts):
             self.report = replace(report, choice=self.choice, host=host)
         return self
 
+    def drop_refit(self) -> None:
+        """Forget the tensors of a refit that are not packed yet, so that another may start."""
+        with self.standing_still(self.host_experts, settled=False):
+            self._require_refit().drop()
+            if self.host_experts is not None:
+                self.host_experts.drop_refit()
+
     def missing(self) -> list[MissingTensor]:
         """Every tensor that a refit still needs."""
         host = [] if self.host_experts is None else self.host_experts.missing()

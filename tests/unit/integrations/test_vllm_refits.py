@@ -10,7 +10,7 @@ from layer_checkpoints import make_checkpoint, make_inputs
 from takeovers import OPTIONS, settings, stream, take
 
 from lancebill import Placement
-from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.errors import CheckpointProblems, LaunchError, UnsupportedProblem
 from lancebill.integrations.vllm.placement import (
     experts_of,
     slots_of,
@@ -30,9 +30,80 @@ def test_refits_are_exact_and_may_come_in_pieces() -> None:
         pairs = stream(source)
         for first in range(0, len(pairs), 5):  # pieces cut experts apart
             list(takeover.divert(pairs[first : first + 5]))
-            takeover.end_stream()
+            takeover.end_stream(more=False)
         same = all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
         assert same == (source is made)
+
+
+def loaded(made: Generated) -> Takeover:
+    takeover = take(made, Settings())
+    list(takeover.divert(stream(made)))
+    for layer in (0, 1):
+        takeover.finish(layer)
+    return takeover
+
+
+def bits(takeover: Takeover) -> dict[str, torch.Tensor]:
+    layers = takeover.layers.items()
+    return {f"{index}.{name}": t.clone() for index, layer in layers for name, t in layer.state_dict().items()}
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
+def test_a_reload_that_is_wrong_is_named_and_the_next_starts_anew(fault: str) -> None:
+    """At the end of vLLM's reload, or of a stream that is no part of one. The other layer is reloaded."""
+    made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
+    takeover = loaded(made)
+    before, wanted = bits(takeover), bits(loaded(other))
+    name = next(name for name in reversed(other.tensors) if ".layers.1." in name and ".experts." in name)
+    pairs = dict(stream(other))
+    changed = pairs.pop(name)
+    if fault == "shape":
+        pairs = {name: changed[:1], **pairs}
+    elif fault == "unknown":
+        pairs = {f"{name}_of_another_format": changed, **pairs}
+    left = [each for each, _ in takeover.divert([*pairs.items(), ("model.norm.weight", changed)])]
+    assert left[-1] == "model.norm.weight", "vLLM's own tensors are loaded first"
+    takeover.end_stream(more=True)
+    with pytest.raises(CheckpointProblems, match=f"(?s)the reload is not complete.*{name}"):
+        takeover.end_reload()
+    x, ids, weights = make_inputs()
+    for layer in takeover.layers.values():
+        assert layer(x, topk_ids=ids, topk_weights=weights).isfinite().all()
+    now = bits(takeover)
+    assert equal({key: now[key] for key in now if key[0] == "0"}, {k: wanted[k] for k in wanted if k[0] == "0"})
+    for source, want in ((other, wanted), (made, before)):
+        list(takeover.divert(stream(source)))
+        takeover.end_stream(more=True)
+        takeover.end_reload()
+        assert equal(bits(takeover), want)
+    if fault != "missing":
+        list(takeover.divert(pairs.items()))
+        with pytest.raises(CheckpointProblems, match=name):
+            takeover.end_stream(more=False)
+
+
+def test_a_stream_that_breaks_off_may_be_sent_again() -> None:
+    made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
+    takeover = loaded(made)
+    list(takeover.divert(stream(other)[:4]))
+    assert not takeover.layers[0].settled
+    takeover.drop_refits()
+    assert takeover.layers[0].settled
+    list(takeover.divert(stream(other)))
+    takeover.end_stream(more=False)
+    assert equal(bits(takeover), bits(loaded(other)))
+
+
+def test_which_tensors_are_taken() -> None:
+    made = make_checkpoint(layers=2)
+    takeover = take(made, settings(weights=[["1", None]]))
+    experts = [name for name in made.tensors if takeover.takes(name)]
+    assert experts and all(".layers.1." in name and ".experts." in name for name in experts)
+    assert not takeover.takes("model.embed_tokens.weight")
 
 
 def test_a_reload_restores_what_sleep_mode_dropped() -> None:
@@ -48,7 +119,7 @@ def test_a_reload_restores_what_sleep_mode_dropped() -> None:
     for tensor in (*layer.parameters(), layer.expert_map):
         tensor.data.zero_()
     list(takeover.divert(stream(made)))
-    takeover.end_stream()
+    takeover.end_stream(more=False)
     assert layer.expert_map.tolist() == expected == [-1, -1, 0, 1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.named_parameters())
 
@@ -91,7 +162,7 @@ def test_refits_follow_experts_that_vllm_moved() -> None:
         takeover.hold(0, held)
         for weights in (other, made):
             list(takeover.divert(stream(weights)))
-            takeover.end_stream()
+            takeover.end_stream(more=False)
             assert holds(takeover, whole(weights).movable(0), after)
 
 

@@ -18,6 +18,8 @@ STEPS = {
     "register_operator": "experts",
     "add_cpu_collectives": "cpu_collectives",
     "register_gguf": "gguf",
+    "follow_reloads": "reloads",
+    "refuse_sparse_patches": "reloads",
     "adopt_layer_classes": "experts",
     "divert_models": "models",
     "register_dense_config": "dense_config",

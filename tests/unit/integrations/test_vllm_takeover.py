@@ -87,7 +87,7 @@ def test_experts_may_stay_in_host_memory(random: bool, moves: str, monkeypatch: 
     assert "experts in host memory" in takeover.summary()
     for each in (takeover, whole):
         list(each.divert(stream(other)))
-        each.end_stream()
+        each.end_stream(more=False)
     check()
     with pytest.raises(LaunchError, match="split"):
         takeover.movable(0)

@@ -208,6 +208,27 @@ def test_a_bad_tensor_can_be_pushed_again() -> None:
     _assert_same(layer.finish(), _pull(made))
 
 
+def test_a_refit_that_is_dropped_may_start_anew() -> None:
+    """What is half written stays unsettled until its expert comes again."""
+    made = make_checkpoint("deepseek_v4", "fp8-F8_E8M0", "deepseek_v4")
+    layer = _pull(made)
+    own = {n: t for n, t in made.tensors.items() if n.startswith("model.layers.0.ffn.experts.1.")}
+    layer.load_weights(list(own.items())[:-1])
+    assert not layer.settled
+    layer.drop_refit()
+    assert layer.settled and not layer.missing()
+    _assert_same(layer.finish(), _pull(made))
+    name = "model.layers.0.ffn.experts.1.w3.scale"
+    scale = own[name].clone()
+    scale.view(torch.uint8)[0, 0] = 255
+    with pytest.raises(BadValue):
+        layer.load_weights({**own, name: scale}.items())
+    layer.drop_refit()
+    assert not layer.settled and {problem.expected for problem in layer.missing()} == set(own)
+    layer.load_weights(own.items())
+    _assert_same(layer.finish(), _pull(made))
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])
 def test_a_model_is_refitted_in_place(known: bool) -> None:
     old, new = make_checkpoint("gptq", seed=1), make_checkpoint("gptq", seed=2)

@@ -25,7 +25,8 @@ from lancebill.integrations.vllm.building import building, is_building
 from lancebill.integrations.vllm.dense_config import DequantizedConfig
 from lancebill.integrations.vllm.experts import adopt_layer_classes
 from lancebill.integrations.vllm.hooks import NARROW_HOOKS, missing_hook
-from lancebill.integrations.vllm.takeover import Takeover
+from lancebill.integrations.vllm.reloads import is_reloading
+from lancebill.integrations.vllm.takeover import Diverted
 
 logger = init_logger("vllm.lancebill")
 
@@ -53,8 +54,7 @@ class DivertedModel(_BaseRegisteredModel):
 def diverting_class(base: Any) -> type[nn.Module]:
     """A subclass of a model class that hands expert tensors to lancebill, where it takes any layer."""
 
-    class Diverting(base):
-        lancebill_takeover: Takeover | None = None
+    class Diverting(base, Diverted):
         lancebill_narrow: Any = None  # what `narrow` kept
 
         @functools.wraps(base.__init__)  # type: ignore[misc]
@@ -76,8 +76,12 @@ def diverting_class(base: Any) -> type[nn.Module]:
             if takeover is None:
                 return super().load_weights(weights, *args, **kwargs)
             follow_moves(self, takeover)
-            loaded = super().load_weights(takeover.divert(weights), *args, **kwargs)
-            takeover.end_stream()
+            try:
+                loaded = super().load_weights(takeover.divert(weights), *args, **kwargs)
+            except BaseException:
+                takeover.drop_refits()
+                raise
+            takeover.end_stream(more=is_reloading(self))
             return loaded
 
         def process_weights_after_loading(self) -> None:

@@ -53,6 +53,10 @@ class OtherWeights:
         self.modules = quantized_modules(manifest, checkpoint.headers, checkpoint.read)
         self._owners = {source.tensor: module for module in self.modules for source in module.sources.values()}
 
+    def owns(self, name: str) -> bool:
+        """Whether the tensor is a quantised module's."""
+        return name in self._owners
+
     def plain(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The stream with every quantised module dequantised."""
         held: dict[str, dict[str, Tensor]] = {}

@@ -59,11 +59,14 @@ def _register() -> None:
     from lancebill.integrations.vllm.gguf import register_gguf
     from lancebill.integrations.vllm.models import divert_models
     from lancebill.integrations.vllm.registration import all_or_nothing, changed_attributes, changed_containers
+    from lancebill.integrations.vllm.reloads import follow_reloads, refuse_sparse_patches
 
     with all_or_nothing(changed_containers(), changed_attributes()):
         register_operator()  # cannot be undone, and does nothing alone
         add_cpu_collectives()
         register_gguf()
+        follow_reloads()
+        refuse_sparse_patches()
         adopt_layer_classes()
         divert_models()
         register_dense_config()  # last: the checkpoints that it claims need everything else

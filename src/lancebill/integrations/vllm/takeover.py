@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from lancebill.backends.base import Reason
 from lancebill.backends.oracle import AUTO, Choice
-from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem, ranges
+from lancebill.errors import (
+    CheckpointError,
+    CheckpointProblems,
+    LancebillError,
+    LaunchError,
+    UnsupportedProblem,
+    ranges,
+)
 from lancebill.formats.stored import Config, Stored
 from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import Settings
@@ -74,6 +81,12 @@ class Takeover:
         self._maps: dict[int, Tensor] = {}  # expert maps, outside of vLLM's memory pool
         self._experts: ModelExperts | None = None
         self._reserved = False
+        self._refused: dict[int, CheckpointError] = {}  # by layer, what cannot be refitted
+
+    @property
+    def taken(self) -> list[int]:
+        """The layers that lancebill computes."""
+        return [index for index, decision in self.decisions.items() if decision.taken]
 
     def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason], form: str = INDEXED) -> Decision:
         """Whether to take layer `index`. A layer that must be taken and cannot be is an error.
@@ -113,16 +126,56 @@ class Takeover:
             elif not self.decisions[claim.layer].taken:
                 yield name, tensor
             else:
-                with torch_defaults():
-                    self.experts().push(name, tensor.clone() if self.copies else tensor)
+                self._push(claim.layer, name, tensor)
 
-    def end_stream(self) -> None:
-        """After a stream: end the refit of every layer that is whole. The first load ends in `finish`."""
+    def _push(self, index: int, name: str, tensor: Tensor) -> None:
+        """In a refit, an error waits for the end: vLLM's own layers would be left half reloaded."""
+        if index in self._refused:
+            return
+        try:
+            with torch_defaults():
+                self.experts().push(name, tensor.clone() if self.copies else tensor)
+        except CheckpointError as error:
+            if index not in self.layers:
+                raise
+            self._refused[index] = error
+
+    def end_stream(self, *, more: bool) -> None:
+        """After a stream: end the refit of every layer that is whole. The first load ends in `finish`.
+
+        `more`: vLLM will say when its reload ends, and errors wait for that.
+        """
+        if self._refused and not more:
+            self.end_reload()
         with torch_defaults():
             for index, layer in self.layers.items():
-                if layer.settled:
+                if layer.settled and index not in self._refused:
                     layer.finish()
                     self._restore_map(index, layer)
+
+    def end_reload(self) -> None:
+        """Raise what was refused and what did not come. These refits are dropped: a later one may start anew."""
+        problems: list[CheckpointError] = []
+        for index, layer in self.layers.items():
+            refused = self._refused.get(index)
+            problems.extend(layer.missing() if refused is None else [refused])
+        self.drop_refits()
+        if problems:
+            raise CheckpointProblems(problems, where=f"{self.source.path}: the reload is not complete")
+
+    def drop_refits(self) -> None:
+        """Forget the refits that did not end."""
+        with torch_defaults():
+            for index, layer in self.layers.items():
+                if index in self._refused or not layer.settled:
+                    layer.drop_refit()
+        self._refused.clear()
+
+    def takes(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is packed here: an expert's, or a quantised module's."""
+        claim = None if self._experts is None else self._experts.claim(name)
+        taken = claim is not None and claim.router is None and claim.layer in self.taken
+        return taken or (self.others is not None and self.others.owns(name))
 
     def finish(self, index: int) -> RoutedExperts:
         """The layer, complete; raises naming what was not loaded."""
@@ -138,8 +191,7 @@ class Takeover:
 
     def reserve(self, max_tokens: int) -> int:
         """One workspace for the captured calls of all layers, once the last of them is loaded; returns its bytes."""
-        taken = [index for index, decision in self.decisions.items() if decision.taken]
-        if self._reserved or any(index not in self.layers for index in taken):
+        if self._reserved or any(index not in self.layers for index in self.taken):
             return 0
         self._reserved = True
         return reserve(nn.ModuleList(self.layers.values()), max_tokens)
@@ -238,10 +290,20 @@ class Takeover:
 
     def _fill(self) -> None:
         """Random weights for all taken layers."""
-        taken = [index for index, decision in self.decisions.items() if decision.taken]
-        known = self.experts()
+        known, taken = self.experts(), self.taken
         self._experts = ModelExperts(known.config, tensors=known.tensors, layers=taken, options=known.options)
         self.layers.update(self._experts.fill_random())
+
+
+class Diverted:
+    """Marks vLLM's model classes that hand expert tensors to us."""
+
+    lancebill_takeover: Takeover | None = None
+
+
+def takeover_of(model: object) -> Takeover | None:
+    """What lancebill took of a model of vLLM's."""
+    return model.lancebill_takeover if isinstance(model, Diverted) else None
 
 
 def shared_threads(placement: Placement) -> int | None:
