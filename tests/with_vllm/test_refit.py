@@ -79,6 +79,8 @@ def test_a_wrong_reload_is_named_and_the_next_works(folder: Path) -> None:
         patch = patches.CheckpointWeightPatch(name, tuple(whole.shape), whole.dtype, values, places)
         with pytest.raises(UnsupportedProblem, match=f"{name}: sparse patches"):
             patches.load_checkpoint_weight_patches(engine.model_of(llm), [patch])
+        with pytest.raises(Exception, match="lancebill holds weights of this model"):
+            llm.llm_engine.engine_core.save_sharded_state(str(folder))
         assert engine.ask(llm) == want
 
 

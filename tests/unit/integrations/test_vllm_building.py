@@ -134,7 +134,7 @@ def test_random_weights_without_tensors(engine: Engine) -> None:
     assert "lancebill's cpu" in engine.log.lines[0]
 
 
-@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
+@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache"])
 def test_models_that_cannot_be_left_to_vllm(engine: Engine, load_format: str) -> None:
     """`require`, or a limit that vLLM does not know."""
     for section in ({"mode": "require"}, {"gpu_memory": "1GiB", "device": "cuda"}):

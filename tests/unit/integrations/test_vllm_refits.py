@@ -103,7 +103,8 @@ def test_which_tensors_are_taken() -> None:
     takeover = take(made, settings(weights=[["1", None]]))
     experts = [name for name in made.tensors if takeover.takes(name)]
     assert experts and all(".layers.1." in name and ".experts." in name for name in experts)
-    assert not takeover.takes("model.embed_tokens.weight")
+    assert not takeover.takes("model.embed_tokens.weight") and takeover.holds_weights
+    assert not take(made, settings(mode="off")).holds_weights
 
 
 def test_a_reload_restores_what_sleep_mode_dropped() -> None:

@@ -20,6 +20,7 @@ STEPS = {
     "register_gguf": "gguf",
     "follow_reloads": "reloads",
     "refuse_sparse_patches": "reloads",
+    "refuse_incomplete_saves": "saving",
     "adopt_layer_classes": "experts",
     "divert_models": "models",
     "register_dense_config": "dense_config",

@@ -30,8 +30,8 @@ logger = init_logger("vllm.lancebill")
 DUMMY = "dummy"
 # Loaders whose tensors keep their memory after the next one was read.
 KEEPS_TENSORS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", GGUF, DUMMY)
-# Their files hold vLLM's own parameters, which are copied in place: no tensor passes the model's `load_weights`.
-SHARDED = ("sharded_state", "runai_streamer_sharded")
+# They bring vLLM's own parameters, which are copied in place: no tensor passes the model's `load_weights`.
+OWN_PARAMETERS = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache")
 
 
 class ModelUnderConstruction:
@@ -127,7 +127,7 @@ def _make_takeover(vllm_config: Any) -> Takeover | None:
 
 def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
     load_format = str(vllm_config.load_config.load_format)
-    if load_format in SHARDED:
+    if load_format in OWN_PARAMETERS:
         what = "this loader copies vLLM's own parameters, so there are no expert tensors to take"
         raise UnsupportedFormat(what, where="--load-format", got=load_format)
     folder = _folder(vllm_config, load_format)

@@ -60,6 +60,7 @@ def _register() -> None:
     from lancebill.integrations.vllm.models import divert_models
     from lancebill.integrations.vllm.registration import all_or_nothing, changed_attributes, changed_containers
     from lancebill.integrations.vllm.reloads import follow_reloads, refuse_sparse_patches
+    from lancebill.integrations.vllm.saving import refuse_incomplete_saves
 
     with all_or_nothing(changed_containers(), changed_attributes()):
         register_operator()  # cannot be undone, and does nothing alone
@@ -67,6 +68,7 @@ def _register() -> None:
         register_gguf()
         follow_reloads()
         refuse_sparse_patches()
+        refuse_incomplete_saves()
         adopt_layer_classes()
         divert_models()
         register_dense_config()  # last: the checkpoints that it claims need everything else

@@ -88,6 +88,12 @@ class Takeover:
         """The layers that lancebill computes."""
         return [index for index, decision in self.decisions.items() if decision.taken]
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether some weights are no parameters of vLLM's: experts, or dense layers that stay packed."""
+        packed = self.others is not None and self.others.keep and bool(self.others.modules)
+        return packed or bool(self.taken)
+
     def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason], form: str = INDEXED) -> Decision:
         """Whether to take layer `index`. A layer that must be taken and cannot be is an error.
 
