@@ -30,6 +30,16 @@ def test_lora_is_refused(folder: Path) -> None:
         pass
 
 
+def test_unquantised_experts_stay_with_vllm(folder: Path) -> None:
+    """Its own kernels for them are faster than torch-cpu. Quantised ones are taken by default."""
+    plain, packed = models.plain_model("qwen3_moe", folder), models.converted("qwen3_moe", "ct-int4", folder)
+    with engine.engine(plain) as llm:
+        assert "torch-cpu is slower than vLLM" in engine.takeover_of(llm).summary()
+        assert not engine.takeover_of(llm).layers
+    with engine.engine(packed) as llm:
+        assert engine.takeover_of(llm).layers.keys() == {0, 1}
+
+
 def test_batch_invariance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM replaces its dense operations by Triton kernels then, which its CPU build lacks: those stay as they are."""
     from vllm.model_executor.determinism import batch_invariant

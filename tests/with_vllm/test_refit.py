@@ -96,7 +96,7 @@ def test_dummy_weights_need_only_a_config(folder: Path) -> None:
 
 def test_layers_without_a_rule_stay_with_vllm(folder: Path) -> None:
     model = models.plain_model("qwen3_moe", folder)
-    with engine.engine(model, {"weights": [["1", None]]}) as llm:
+    with engine.engine(model, {"weights": [["1", None]], "backend": "torch-cpu"}) as llm:
         takeover = engine.takeover_of(llm)
         assert {index: decision.taken for index, decision in takeover.decisions.items()} == {0: False, 1: True}
         got = engine.ask(llm)

@@ -81,6 +81,10 @@ class Backend(ABC):
             yield Reason("rotation", "does not rotate inputs")
         yield from self.check(problem, device)
 
+    def is_fast(self, problem: Problem) -> bool:
+        """Whether an engine that has kernels of its own for this problem should leave it to us nevertheless."""
+        return self.fast
+
     @abstractmethod
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         """The backend's own reasons."""

@@ -43,6 +43,10 @@ class TorchCpu(Backend):
         for matrix, shape in problem.matrices.items():
             yield from _check_matrix(matrix, shape)
 
+    def is_fast(self, problem: Problem) -> bool:
+        """Quantised weights are read packed, which few do on a CPU. Plain ones are only multiplied, and in fp32."""
+        return any(shape.spec.quantized for shape in problem.matrices.values())
+
     def layout(self, problem: Problem) -> Layout:
         return _LAYOUT
 

@@ -14,9 +14,10 @@ from takeovers import OPTIONS, settings, source_of, stream, take
 from lancebill import Placement
 from lancebill.backends.base import Reason
 from lancebill.errors import CheckpointProblems, LaunchError, NotEnoughMemory, UnsupportedProblem
+from lancebill.formats.stored import Config
 from lancebill.integrations.vllm import takeover as takeover_module
 from lancebill.integrations.vllm.settings import Settings
-from lancebill.integrations.vllm.takeover import Source, Takeover
+from lancebill.integrations.vllm.takeover import Decision, Source, Takeover
 from lancebill.layer import model_experts
 from lancebill.moe.problem import CONTIGUOUS
 from lancebill.split import host_threads
@@ -180,6 +181,23 @@ def test_the_reference_is_taken_only_on_request() -> None:
     assert not decision.taken and "no fast backend" in decision.text
     asked = Takeover(settings(backend="reference"), source, random=False, copies=False)
     assert asked.decide(0, OPTIONS, ()).taken
+
+
+def test_plain_weights_are_taken_only_on_request_where_vllm_is_faster() -> None:
+    """On a CPU. In a checkpoint with a section about quantisation vLLM may be unable to compute even plain experts."""
+    made = make_checkpoint("dense")
+
+    def offered(config: Config, **section: Any) -> Decision:
+        takeover = Takeover(settings(**section), Source("model", config, made.headers), random=False, copies=False)
+        return takeover.decide(0, OPTIONS, ())
+
+    left = offered(made.config)
+    assert not left.taken and "torch-cpu is slower than vLLM" in left.text
+    for chosen in ({"mode": "require"}, {"backend": "torch-cpu"}, {"weights": "int8-channel"}):
+        assert offered(made.config, **chosen).taken, chosen
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert offered(replace(made.config, method="bitsandbytes", quant=section)).taken, "only dense layers are quantised"
+    assert not offered(made.config, backend="cpu").taken, "the native kernels read quantised weights only"
 
 
 GPU = replace(OPTIONS, device="sm_90")

@@ -133,7 +133,7 @@ def _linear(
         order=options.order,
         where=name,
     )
-    if not made.choice.backend.fast and options.backend == oracle.AUTO:
+    if not made.choice.backend.is_fast(made.choice.problem) and options.backend == oracle.AUTO:
         raise UnsupportedProblem(f"no fast backend for {weight.spec}")
     return made
 

@@ -119,7 +119,7 @@ class LinearMethod(LinearMethodBase):
             order=self.settings.order,
             where=self.prefix,
         )
-        if not made.choice.backend.fast and self.settings.backend == AUTO:
+        if not made.choice.backend.is_fast(made.choice.problem) and self.settings.backend == AUTO:
             raise UnsupportedProblem("no fast backend of lancebill", got=str(weight.spec))
         return made
 

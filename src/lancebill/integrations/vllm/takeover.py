@@ -25,7 +25,7 @@ from lancebill.errors import (
 )
 from lancebill.formats.stored import Config, Stored
 from lancebill.integrations.vllm.other_weights import OtherWeights
-from lancebill.integrations.vllm.settings import Settings
+from lancebill.integrations.vllm.settings import REQUIRE, Settings
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
@@ -276,14 +276,26 @@ class Takeover:
         except LancebillError as error:
             return Decision(False, f"vLLM ({error.render()})")
         choice = recipe.choice
-        if not choice.backend.fast and self.settings.backend == AUTO:
+        if self.settings.backend == AUTO and not choice.backend.fast:
             return Decision(False, f"vLLM (no fast backend of lancebill)\n{choice.table()}")
+        if self._is_slower(choice):
+            name = choice.backend.name
+            hint = f'"weights" quantises them, "backend": "{name}" takes them as they are'
+            return Decision(False, f"vLLM (unquantised experts, in which {name} is slower than vLLM; {hint})")
         if recipe.host is not None and form != INDEXED:
             return Decision(False, f"vLLM (experts in host memory, and {form} dispatch)")
         unable = list(choice.backend.reasons(replace(choice.problem, dispatch=form), choice.device))
         if unable:
             return Decision(False, f"vLLM ({form} dispatch: " + "; ".join(map(str, unable)) + ")")
         return Decision(True, _described(recipe, choice))
+
+    def _is_slower(self, choice: Choice) -> bool:
+        """Whether vLLM computes this layer faster, where it may be left.
+
+        It may not be able to in checkpoints with a section about quantisation, even if the experts are plain in them.
+        """
+        asked = self.settings.backend != AUTO or self.settings.mode == REQUIRE
+        return not asked and self.source.config.method is None and not choice.backend.is_fast(choice.problem)
 
     def _recipe(self, index: int, options: LoadOptions) -> Recipe:
         if self._experts is None:
