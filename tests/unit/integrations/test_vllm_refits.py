@@ -209,7 +209,7 @@ def test_layers_that_differ_cannot_be_balanced() -> None:
 def test_a_layer_without_a_number_cannot_be_balanced() -> None:
     made = make_checkpoint(layers=1)
     takeover = take(made, settings(), layers=1)
-    takeover.leave("model.blocks.mlp.experts", "cuda")
+    assert takeover.leaves("model.blocks.mlp.experts", "cuda")
     list(takeover.divert(stream(made)))
     takeover.finish(0)
     with pytest.raises(UnsupportedProblem, match=r"model\.blocks\.mlp\.experts are vLLM's"):

@@ -162,7 +162,7 @@ def test_a_layer_without_a_number_is_left_with_a_word_or_refused() -> None:
     """Its tensors may be any that no other layer takes."""
     made, name = make_checkpoint(layers=2), "model.blocks.mlp.experts"
     offered = take(made, Settings(), layers=1)
-    offered.leave(name, "cuda")
+    assert offered.leaves(name, "cuda") and not offered.leaves("model.layers.0.mlp.experts", "cuda")
     assert f"; {name}: vLLM (the name of these experts" in offered.summary()
     assert {left for left, _ in offered.divert(stream(made))} == {each for each in made.tensors if ".layers.1." in each}
     for chosen, device, why in (
@@ -170,7 +170,22 @@ def test_a_layer_without_a_number_is_left_with_a_word_or_refused() -> None:
         ({"gpu_experts": 1}, "cuda", "on the GPU"),
     ):
         with pytest.raises(UnsupportedProblem, match=f"{name}: .*exactly one number.*{why}"):
-            Takeover(settings(**chosen), source_of(made), random=False, copies=False).leave(name, device)
+            Takeover(settings(**chosen), source_of(made), random=False, copies=False).leaves(name, device)
+
+
+def test_experts_that_draft_are_left_with_their_tensors() -> None:
+    """Their block has numbers of its own: `mtp.layers.0` is not layer 0, whose tensors are in the same files."""
+    made, module = make_checkpoint(layers=1), "mtp.layers.0.mlp.experts"
+    drafts = {f"mtp.{name.removeprefix('model.')}": tensor for name, tensor in made.tensors.items()}
+    both = replace(made, tensors=made.tensors | drafts)
+    draft = take(both, Settings(), layers=0)
+    assert draft.leaves(module, "cpu") and not draft.decisions
+    assert f"{module}: vLLM (experts beside the model's layers" in draft.summary()
+    assert [name for name, _ in draft.divert(stream(both))] == list(both.tensors), "as in a model of none of ours"
+    target = take(both, Settings(), layers=1)
+    assert [name for name, _ in target.divert(stream(both))] == list(drafts)
+    with pytest.raises(UnsupportedProblem, match=f"{module}: .*draft tokens.*mode: require"):
+        take(both, settings(mode="require"), layers=0).leaves(module, "cpu")
 
 
 def test_the_reference_is_taken_only_on_request() -> None:

@@ -17,6 +17,7 @@ from lancebill.errors import LaunchError
 from lancebill.integrations.vllm.building import current_takeover
 from lancebill.integrations.vllm.dispatched import LayerConfig, make_kernel
 from lancebill.integrations.vllm.hooks import BALANCING_HOOKS, missing_hook
+from lancebill.integrations.vllm.module_names import layer_index
 from lancebill.integrations.vllm.placement import dispatch_reason, dispatched_form, placement_of
 from lancebill.integrations.vllm.takeover import Takeover
 from lancebill.layer.recipe import LoadOptions
@@ -146,14 +147,13 @@ class Offered:
     def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         takeover = current_takeover()
         index = layer_index(prefix)
-        if takeover is not None and index is not None:
+        left = takeover is None or takeover.leaves(prefix, torch.device(moe_config.device).type)
+        if takeover is not None and index is not None and not left:
             options = load_options(self, moe_config)
             form = dispatched_form(moe_config.moe_parallel_config) or INDEXED
             if takeover.decide(index, options, refusals(moe_config), form).taken:
                 self.taken = ExpertsMethod(moe_config, takeover, index)
                 return self.taken
-        elif takeover is not None:
-            takeover.leave(prefix, torch.device(moe_config.device).type)
         return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
 
     def get_expert_weights(self: Any) -> Any:
@@ -197,12 +197,6 @@ def refusals(moe: Any) -> list[Reason]:
     if missing is not None:
         reasons.append(Reason("eplb", f"load balancing: {missing}", "start without --enable-eplb"))
     return reasons
-
-
-def layer_index(prefix: str) -> int | None:
-    """The layer that a module belongs to: the only number in its dotted name."""
-    numbers = [int(word) for word in prefix.split(".") if word.isdecimal()]
-    return numbers[0] if len(numbers) == 1 else None
 
 
 def register_operator() -> None:

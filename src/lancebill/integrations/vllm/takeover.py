@@ -24,6 +24,7 @@ from lancebill.errors import (
     ranges,
 )
 from lancebill.formats.stored import Config, Stored
+from lancebill.integrations.vllm.module_names import why_no_layer
 from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import REQUIRE, Settings
 from lancebill.layer.model_experts import ModelExperts
@@ -34,8 +35,6 @@ from lancebill.moe.device import parse_device
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import INDEXED
 from lancebill.split.host_threads import HostThreads
-
-UNNUMBERED = "the name of these experts does not hold exactly one number, that of their layer"
 
 
 @contextmanager
@@ -76,7 +75,8 @@ class Takeover:
         self.random, self.copies = random, copies
         self.decisions: dict[int, Decision] = {}
         self.layers: dict[int, RoutedExperts] = {}
-        self.unnumbered: list[str] = []  # names of layers that were left to vLLM because they hold no number
+        self.unnumbered: dict[str, str] = {}  # modules left to vLLM as no layer that the checkpoint numbers, and why
+        self._names = sorted(source.headers or ())
         self.others: OtherWeights | None = None  # set where vLLM's layers are plain and the checkpoint's are not
         self._maps: dict[int, Tensor] = {}  # expert maps, outside of vLLM's memory pool
         self._experts: ModelExperts | None = None
@@ -107,12 +107,19 @@ class Takeover:
         self.decisions[index] = decision
         return decision
 
-    def leave(self, name: str, device: str) -> None:
-        """Leave a layer whose name does not say which one it is; an error if none on this device may be left."""
+    def leaves(self, name: str, device: str) -> bool:
+        """Whether the experts in a module are no layer that the checkpoint numbers, and are left to vLLM therefore.
+
+        An error if none on this device may be left.
+        """
+        what = why_no_layer(name, self.source.config.model, self._names)
+        if what is None or not self.settings.takes_any:
+            return False
         why = self.settings.must_take(device)
         if why is not None:
-            raise UnsupportedProblem(UNNUMBERED, where=f"{self.source.path}, {name}", hint=why)
-        self.unnumbered.append(name)
+            raise UnsupportedProblem(what, where=f"{self.source.path}, {name}", hint=why)
+        self.unnumbered[name] = what
+        return True
 
     def experts(self) -> ModelExperts:
         if self._experts is None:
@@ -226,7 +233,7 @@ class Takeover:
         """
         layer, first = self.layers[index], next(iter(self.layers.values()))
         numbers = [other for other, decision in self.decisions.items() if not decision.taken]
-        left = [f"layers {ranges(numbers)}"] * bool(numbers) + self.unnumbered
+        left = [f"layers {ranges(numbers)}"] * bool(numbers) + list(self.unnumbered)
         if left or layer.layout_signature() != first.layout_signature():
             raise UnsupportedProblem(
                 "vLLM's load balancing needs all layers packed alike",
@@ -241,7 +248,7 @@ class Takeover:
         for index, decision in sorted(self.decisions.items()):
             groups.setdefault(decision.text, []).append(index)
         numbered = [f"layers {ranges(layers)}: {text}" for text, layers in groups.items()]
-        return "; ".join([*numbered, *(f"{name}: vLLM ({UNNUMBERED})" for name in self.unnumbered)])
+        return "; ".join([*numbered, *(f"{name}: vLLM ({why})" for name, why in self.unnumbered.items())])
 
     def _restore_map(self, index: int, layer: RoutedExperts) -> None:
         """vLLM's sleep mode (level 2) drops the memory of everything that was allocated while loading."""
