@@ -40,6 +40,21 @@ def test_unquantised_experts_stay_with_vllm(folder: Path) -> None:
         assert engine.takeover_of(llm).layers.keys() == {0, 1}
 
 
+@pytest.mark.parametrize("name", ["experts_int8", "int8_per_channel_weight_only"])
+def test_experts_that_vllm_is_asked_to_quantise(name: str, folder: Path) -> None:
+    """Its CPU build has no kernels for them: it says so, and we do not compute them as they are stored."""
+    model, options = models.plain_model("qwen3_moe", folder), {"dtype": "bfloat16", "quantization": name}
+    with pytest.raises(NotImplementedError, match="Int8"), engine.engine(model, {"backend": "torch-cpu"}, **options):
+        pass
+    with (
+        pytest.raises(UnsupportedProblem, match="asked to quantise"),
+        engine.engine(model, {"mode": "require"}, **options),
+    ):
+        pass
+    with engine.engine(model, {"mode": "require", "weights": "int8-channel"}, **options) as llm:
+        assert engine.takeover_of(llm).layers.keys() == {0, 1}
+
+
 def test_batch_invariance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM replaces its dense operations by Triton kernels then, which its CPU build lacks: those stay as they are."""
     from vllm.model_executor.determinism import batch_invariant

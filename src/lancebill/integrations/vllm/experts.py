@@ -19,6 +19,7 @@ from lancebill.integrations.vllm.dispatched import LayerConfig, make_kernel
 from lancebill.integrations.vllm.hooks import BALANCING_HOOKS, missing_hook
 from lancebill.integrations.vllm.module_names import layer_index
 from lancebill.integrations.vllm.placement import dispatch_reason, dispatched_form, placement_of
+from lancebill.integrations.vllm.quantising import quantising_reason
 from lancebill.integrations.vllm.takeover import Takeover
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.routed_experts import RoutedExperts
@@ -151,7 +152,9 @@ class Offered:
         if takeover is not None and index is not None and not left:
             options = load_options(self, moe_config)
             form = dispatched_form(moe_config.moe_parallel_config) or INDEXED
-            if takeover.decide(index, options, refusals(moe_config), form).taken:
+            asked = None if takeover.quantises(index) else quantising_reason(quant_config, VllmRoutedExperts, prefix)
+            reasons = [*refusals(moe_config), *([] if asked is None else [asked])]
+            if takeover.decide(index, options, reasons, form).taken:
                 self.taken = ExpertsMethod(moe_config, takeover, index)
                 return self.taken
         return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]

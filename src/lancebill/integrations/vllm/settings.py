@@ -54,6 +54,10 @@ class Settings:
             return None
         return "vLLM would put every expert on the GPU; leave out gpu_memory and gpu_experts if that is right"
 
+    def requantises(self, layer: int) -> bool:
+        """Whether `weights` is about this layer."""
+        return self.weights is not None and has_rule(self.weights, layer)
+
     def names(self, layer: int) -> bool:
         """Whether the rules are about this layer; without rules by layer they are about all."""
         rules = [rule for rule in (self.weights, self.activations) if rule is not None]

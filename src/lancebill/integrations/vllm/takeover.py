@@ -107,6 +107,10 @@ class Takeover:
         self.decisions[index] = decision
         return decision
 
+    def quantises(self, index: int) -> bool:
+        """Whether it is said here or in the checkpoint how layer `index` is quantised, not only by vLLM's options."""
+        return self.source.config.method is not None or self.settings.requantises(index)
+
     def leaves(self, name: str, device: str) -> bool:
         """Whether the experts in a module are no layer that the checkpoint numbers, and are left to vLLM therefore.
 
