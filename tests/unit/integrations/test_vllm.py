@@ -68,6 +68,18 @@ def test_wrong_settings_are_refused(section: Any, words: str) -> None:
         parse_settings({"lancebill": section})
 
 
+def test_a_misspelled_section_is_a_warning_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
+    for key in ("lancebil", "Lancebill", "lance_bill"):
+        for _ in range(2):
+            assert parse_settings({key: {"mode": "require"}, "other": 1}) == Settings()
+    said = [f"--additional-config: {key!r} is ignored; is 'lancebill' meant?" for key in ("lancebil", "Lancebill")]
+    assert [record.getMessage() for record in caplog.records][:2] == said and len(caplog.records) == 3
+    caplog.clear()
+    parse_settings({"lancebil": {}, "lancebill": {}})
+    parse_settings({"balance": 1, "billing": 2, "": 3})
+    assert not caplog.records
+
+
 def test_batch_invariance_must_agree() -> None:
     with pytest.raises(SpecError, match="batch-invariant"):
         parse_settings({"lancebill": {"order": "fast"}}, batch_invariant=True)

@@ -56,11 +56,12 @@ def test_the_router_stays_vllms() -> None:
 @pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("random", [False, True], ids=["loaded", "random"])
 def test_experts_may_stay_in_host_memory(random: bool, moves: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the CPU as the device of both parts. `gpu_memory` is about GPUs: on a CPU it changes nothing."""
+    """With the CPU as the device of both parts, which vLLM does not do."""
     monkeypatch.setattr(moving, "break_even", lambda share, rates: 0.0)
     made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
+    whole = take(made, Settings(), random=random)
+    monkeypatch.setattr(takeover_module, "may_split", lambda options: True)
     takeover = take(made, settings(gpu_experts=1, moves=moves), random=random)
-    whole = take(made, settings(gpu_memory="1 B"), random=random)
     x, ids, weights = make_inputs()
 
     def check() -> None:
@@ -94,6 +95,14 @@ def test_experts_may_stay_in_host_memory(random: bool, moves: str, monkeypatch: 
         takeover.movable(0)
     refused = take(made, settings(gpu_experts=1), layers=0)
     assert not refused.decide(0, OPTIONS, (), CONTIGUOUS).taken
+
+
+@pytest.mark.parametrize("limit", [{"gpu_memory": "1 B"}, {"gpu_experts": 1, "moves": "recency", "cpu_threads": 1}])
+def test_limits_of_a_gpu_are_ignored_on_a_cpu_with_a_word(limit: Any) -> None:
+    takeover = take(make_checkpoint(), settings(**limit))
+    assert takeover.experts().options.whole() == takeover.experts().options
+    assert takeover.summary().endswith(f"; {next(iter(limit))} is ignored: a CPU computes all experts")
+    assert "ignored" not in take(make_checkpoint(), Settings()).summary()
 
 
 def test_loaders_may_reuse_memory() -> None:

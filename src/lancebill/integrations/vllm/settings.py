@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
 
 from lancebill.backends import oracle
 from lancebill.backends.registry import registry
@@ -50,9 +53,16 @@ class Settings:
         """Why no layer on a device of this kind ("cpu", "cuda") may be left to vLLM; None: any may."""
         if self.mode == REQUIRE:
             return "mode: require"
-        if not self.takes_any or device == "cpu" or (self.gpu_memory is None and self.gpu_experts is None):
+        if not self.takes_any or device == "cpu" or self.gpu_limit is None:
             return None
         return "vLLM would put every expert on the GPU; leave out gpu_memory and gpu_experts if that is right"
+
+    @property
+    def gpu_limit(self) -> str | None:
+        """The setting that limits the experts on a GPU; None: none does."""
+        if self.gpu_memory is not None:
+            return "gpu_memory"
+        return None if self.gpu_experts is None else "gpu_experts"
 
     def requantises(self, layer: int) -> bool:
         """Whether `weights` is about this layer."""
@@ -68,6 +78,8 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
     """The settings in vLLM's `additional_config`. `batch_invariant` is what vLLM itself was asked for."""
     section = additional.get(SECTION) if isinstance(additional, Mapping) else None
     if section is None:
+        for key in _similar(additional):
+            _warn_of(key)
         section = {}
     if not isinstance(section, Mapping):
         raise SpecError("not an object", where=SECTION, expected='{"mode": "offer", ...}', got=repr(section))
@@ -99,6 +111,17 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
     except SpecError as error:
         raise error.within(SECTION) from None
     return settings
+
+
+def _similar(additional: object) -> list[str]:
+    """Keys beside which ours is missing, and which may be meant to be ours."""
+    keys = {str(key).lower(): str(key) for key in additional} if isinstance(additional, Mapping) else {}
+    return [keys[key] for key in get_close_matches(SECTION, keys, cutoff=0.75)]
+
+
+@cache  # settings are parsed for each model and more than once
+def _warn_of(key: str) -> None:
+    logging.getLogger("vllm.lancebill").warning("--additional-config: %r is ignored; is %r meant?", key, SECTION)
 
 
 def _check_keys(section: Mapping[object, object]) -> None:

@@ -81,6 +81,7 @@ class Takeover:
         self._maps: dict[int, Tensor] = {}  # expert maps, outside of vLLM's memory pool
         self._experts: ModelExperts | None = None
         self._reserved = False
+        self._ignored: str | None = None  # a setting without an effect
         self._refused: dict[int, CheckpointError] = {}  # by layer, what cannot be refitted
 
     @property
@@ -252,7 +253,9 @@ class Takeover:
         for index, decision in sorted(self.decisions.items()):
             groups.setdefault(decision.text, []).append(index)
         numbered = [f"layers {ranges(layers)}: {text}" for text, layers in groups.items()]
-        return "; ".join([*numbered, *(f"{name}: vLLM ({why})" for name, why in self.unnumbered.items())])
+        left = [f"{name}: vLLM ({why})" for name, why in self.unnumbered.items()]
+        ignored = [] if self._ignored is None else [f"{self._ignored} is ignored: a CPU computes all experts"]
+        return "; ".join([*numbered, *left, *ignored])
 
     def _restore_map(self, index: int, layer: RoutedExperts) -> None:
         """vLLM's sleep mode (level 2) drops the memory of everything that was allocated while loading."""
@@ -269,9 +272,12 @@ class Takeover:
         changed = replace(
             options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order, router=False
         )
-        on_cpu = parse_device(options.device).kind == "cpu"
-        if s.gpu_experts is None and (s.gpu_memory is None or on_cpu):
-            return changed  # a CPU has the memory of all experts
+        limit = s.gpu_limit
+        if limit is None:
+            return changed
+        if not may_split(options):
+            self._ignored = limit
+            return changed
         threads = s.cpu_threads or shared_threads(options.placement)
         return replace(changed, gpu_memory=s.gpu_memory, gpu_experts=s.gpu_experts, moves=s.moves, cpu_threads=threads)
 
@@ -333,6 +339,11 @@ class Diverted:
 def takeover_of(model: object) -> Takeover | None:
     """What lancebill took of a model of vLLM's."""
     return model.lancebill_takeover if isinstance(model, Diverted) else None
+
+
+def may_split(options: LoadOptions) -> bool:
+    """Whether experts may be in two places: a CPU has the memory of all."""
+    return parse_device(options.device).kind != "cpu"
 
 
 def shared_threads(placement: Placement) -> int | None:
