@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 128,
         "intermediate_size": 128,
-        "vocab_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": 512,
         "hidden_size_per_layer_input": 32,
     },
     "dbrx": {
