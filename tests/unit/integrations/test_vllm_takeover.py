@@ -48,7 +48,7 @@ def test_the_router_stays_vllms() -> None:
     made = make_checkpoint("dense", "bf16", "glm4_moe", layers=1)
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     made = replace(made, tensors={**made.tensors, name: torch.zeros(4)})
-    takeover = take(made, Settings(), 1)
+    takeover = take(made, Settings(mode="require"), 1)
     assert [left for left, _ in takeover.divert(stream(made))] == [name]
     assert takeover.finish(0).routing is None
 
