@@ -120,7 +120,7 @@ def _generate_headline() -> tuple[str, str, str]:
 
 
 def _memory_headline() -> tuple[str, str, str]:
-    (file,) = newest_files("memory")
+    file = max(newest_files("memory"), key=lambda file: str(file.record["date"]))
     peaks = {loader_name(row): row["peak_resident_ratio"] for row in file.record["results"] if row["spec"] == "mxfp4"}
     result = f"{peaks['lancebill']:.2f}x its size; transformers {peaks['transformers']:.2f}x"
     return "Peak memory while an MXFP4 checkpoint is loaded", result, file.machine_title
