@@ -15,7 +15,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
 from lancebill.layer.check_tensors import check_dense, without_gradient
-from lancebill.layer.compiled_op import quantized_linear
+from lancebill.layer.compiled_op import forward_only, quantized_linear
 from lancebill.layer.module_hooks import has_hooks
 from lancebill.layer.packed_module import PackedModule
 from lancebill.layer.recipe import unquantised_inputs
@@ -118,7 +118,7 @@ class QuantizedLinear(PackedModule):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             made: Tensor = quantized_linear(x, self.problem.w13.n, self.tag)
-            return made
+            return forward_only(made, x)
         result = self._repeat(x)
         if result is not None:
             return result

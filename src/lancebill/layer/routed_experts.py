@@ -181,6 +181,7 @@ class RoutedExperts(MovableExperts):
         """
         if torch.compiler.is_compiling():
             made: Tensor = compiled_op.routed_experts(x, topk_ids, topk_weights, self.tag)
+            made = compiled_op.forward_only(made, x, topk_weights)
             return made if out is None else out.copy_(made)
         try:
             if not x.requires_grad and not topk_weights.requires_grad:
@@ -232,6 +233,7 @@ class RoutedExperts(MovableExperts):
         """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
         if torch.compiler.is_compiling():
             out: Tensor = compiled_op.routed_forward(x, router_logits, input_ids, self.tag)
+            out = compiled_op.forward_only(out, x, router_logits)
         else:
             out = self.route_and_run(x, router_logits, input_ids)
         return self._add_shared(x, out)
