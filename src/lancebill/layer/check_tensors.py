@@ -1,8 +1,6 @@
-"""What a call may be given: dense tensors, outputs whose elements are apart, and no expectation of gradients."""
+"""What a call may be given: dense tensors, and outputs whose elements are apart."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,29 +59,3 @@ def check_logits(logits: Tensor, most: int, *, fewer: bool, bias: Tensor | None)
         raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
     if bias is not None and bias.shape != (got,):
         raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
-
-
-def no_gradient_error() -> LaunchError:
-    hint = "detach their inputs, or compute under torch.no_grad()"
-    return LaunchError("quantised layers compute no gradients", hint=hint)
-
-
-class _NoGradient(torch.autograd.Function):
-    """Makes `out` depend on the other arguments, with a backward that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise no_gradient_error()
-
-
-def without_gradient(out: Tensor, *inputs: Tensor) -> Tensor:
-    """`out`; if an input requires a gradient, backward through it raises instead of leaving the gradient out."""
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
-        return out
-    made: Tensor = _NoGradient.apply(out, *inputs)  # type: ignore[no-untyped-call]
-    return made

@@ -10,14 +10,11 @@ operators take no weights: they only read them, and nothing in a compiled graph 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lancebill.errors import LaunchError
-from lancebill.layer.check_tensors import no_gradient_error
 
 _LIBRARY = torch.library.Library("lancebill", "DEF")
 _LAYERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -73,53 +70,19 @@ def _like_columns(x: Tensor, columns: int, tag: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], columns)
 
 
-def _copied(out: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    return out.clone()
-
-
-def _refuse(gradient: Tensor, shape: Sequence[int]) -> Tensor:
-    raise no_gradient_error()
-
-
 for _schema, _run, _fake in (
     ("routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor tag) -> Tensor", _experts, _like_rows),
     ("routed_forward(Tensor x, Tensor logits, Tensor? input_ids, Tensor tag) -> Tensor", _routed, _like_rows),
     ("quantized_linear(Tensor x, SymInt columns, Tensor tag) -> Tensor", _linear, _like_columns),
-    ("forward_only(Tensor out, Tensor[] inputs) -> Tensor", _copied, _like_rows),
-    ("no_gradient(Tensor gradient, SymInt[] shape) -> Tensor", _refuse, Tensor.new_empty),
 ):
     _name = _schema.partition("(")[0]
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _key)
     torch.library.register_fake(f"lancebill::{_name}", _fake, lib=_LIBRARY)
-    if _name != "forward_only":  # which alone is part of a backward pass
-        _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    # With a backward pass the host would take several microseconds more: `without_gradient` has the one that raises.
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 routed_experts = torch.ops.lancebill.routed_experts.default
 routed_forward = torch.ops.lancebill.routed_forward.default
 quantized_linear = torch.ops.lancebill.quantized_linear.default
-
-
-def forward_only(out: Tensor, *inputs: Tensor) -> Tensor:
-    """`out`; if an input requires a gradient, backward through it raises, as that of an eager call does.
-
-    An operator of its own: with a backward pass, those above would take the host several microseconds more.
-    """
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
-        return out
-    result: Tensor = torch.ops.lancebill.forward_only.default(out, inputs)
-    return result
-
-
-def _keep_shapes(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor]], output: Tensor) -> None:
-    ctx.likes = [(tensor.shape, tensor.dtype) for tensor in inputs[1]]
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[None, list[Tensor]]:
-    """torch.compile traces this with every forward pass, also if nobody asks for gradients: only running it raises."""
-    no_gradient = torch.ops.lancebill.no_gradient.default
-    return None, [no_gradient(gradient, shape).to(dtype) for shape, dtype in ctx.likes]
-
-
-torch.library.register_autograd("lancebill::forward_only", _backward, setup_context=_keep_shapes, lib=_LIBRARY)

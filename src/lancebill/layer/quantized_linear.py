@@ -14,9 +14,10 @@ from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
-from lancebill.layer.check_tensors import check_dense, without_gradient
-from lancebill.layer.compiled_op import forward_only, quantized_linear
+from lancebill.layer.check_tensors import check_dense
+from lancebill.layer.compiled_op import quantized_linear
 from lancebill.layer.module_hooks import has_hooks
+from lancebill.layer.no_gradient import without_gradient
 from lancebill.layer.packed_module import PackedModule
 from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
@@ -118,7 +119,7 @@ class QuantizedLinear(PackedModule):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             made: Tensor = quantized_linear(x, self.problem.w13.n, self.tag)
-            return forward_only(made, x)
+            return without_gradient(made, x)
         result = self._repeat(x)
         if result is not None:
             return result

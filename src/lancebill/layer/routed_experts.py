@@ -29,11 +29,11 @@ from lancebill.layer.check_tensors import (
     check_output,
     check_routing,
     check_stored,
-    without_gradient,
 )
 from lancebill.layer.collect import ExpertCollector, forget_refused, raise_missing
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
 from lancebill.layer.movable_experts import MovableExperts
+from lancebill.layer.no_gradient import without_gradient
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.random_layer import random_parts
@@ -181,7 +181,7 @@ class RoutedExperts(MovableExperts):
         """
         if torch.compiler.is_compiling():
             made: Tensor = compiled_op.routed_experts(x, topk_ids, topk_weights, self.tag)
-            made = compiled_op.forward_only(made, x, topk_weights)
+            made = without_gradient(made, x, topk_weights)
             return made if out is None else out.copy_(made)
         try:
             if not x.requires_grad and not topk_weights.requires_grad:
@@ -233,7 +233,7 @@ class RoutedExperts(MovableExperts):
         """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
         if torch.compiler.is_compiling():
             out: Tensor = compiled_op.routed_forward(x, router_logits, input_ids, self.tag)
-            out = compiled_op.forward_only(out, x, router_logits)
+            out = without_gradient(out, x, router_logits)
         else:
             out = self.route_and_run(x, router_logits, input_ids)
         return self._add_shared(x, out)

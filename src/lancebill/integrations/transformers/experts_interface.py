@@ -19,7 +19,8 @@ from lancebill.checkpoint.load.slice_sizes import SLICE_BYTES
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
-from lancebill.integrations.transformers.packed_experts import forward_only, has_post_expert_norm, uses_interface
+from lancebill.integrations.transformers.packed_experts import has_post_expert_norm, uses_interface
+from lancebill.layer.no_gradient import without_gradient
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.routed_experts import RoutedExperts
@@ -43,7 +44,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """Called by transformers instead of the module's own forward."""
     source = ModuleExperts.of(module)
     layer = _cached_layer(module, source, int(top_k_index.shape[-1]))
-    return forward_only(layer, hidden_states, top_k_index, top_k_weights, *module.parameters(recurse=False))
+    out = layer(hidden_states, top_k_index, top_k_weights)
+    return without_gradient(out, *module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)

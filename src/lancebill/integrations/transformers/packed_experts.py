@@ -44,10 +44,10 @@ class PackedExperts(nn.Module):
         ids, weights = (tensor.reshape(-1, top_k_index.shape[-1]) for tensor in (top_k_index, top_k_weights))
         if experts.routing is not None and experts.routing.zero_experts:
             is_zero = ids >= experts.problem.global_experts
-            kept = forward_only(experts, rows, ids.masked_fill(is_zero, -1), weights.masked_fill(is_zero, 0))
+            kept = experts(rows, ids.masked_fill(is_zero, -1), weights.masked_fill(is_zero, 0))
             out = kept + rows * weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True)
         else:
-            out = forward_only(experts, rows, ids, weights)
+            out = experts(rows, ids, weights)
         return out.view(hidden_states.shape)
 
     def _loaded(self) -> RoutedExperts:
@@ -72,28 +72,6 @@ class PackedSortedExperts(PackedExperts):
         ids = torch.arange(experts, device=hidden_states.device).repeat_interleave(hidden_states.shape[0] // experts)
         ids = ids.masked_fill(~hidden_states.any(dim=-1), -1)
         return super().forward(hidden_states, ids[:, None], torch.ones_like(ids[:, None], dtype=torch.float32))
-
-
-def forward_only(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-    """Call `layer`. The call also works with autograd enabled, as models are often called without `no_grad`.
-
-    Only a backward pass through the experts, or to their own `parameters`, raises.
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *parameters)):
-        return _ForwardOnly.apply(layer, x, ids, weights, *parameters)  # type: ignore[no-untyped-call]
-    out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
-    return out
-
-
-class _ForwardOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise LaunchError("lancebill's experts are forward-only: they have no gradient", hint="use torch.no_grad()")
 
 
 def uses_interface(module: nn.Module) -> bool:
