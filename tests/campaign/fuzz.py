@@ -29,8 +29,8 @@ from hostile import ARCH, GOOD, PAIR, array, file_bytes, gguf_bytes, index, info
 from test_corrupt_fuzz import NUMBERS, mutated, read_everything, rewrite
 from test_fuzz_resolve import _document, _mutated_headers, _resolve, _small
 
-from lancebill.checkpoint.read.files import INDEX
 from lancebill.checkpoint.read.gguf import STRING
+from lancebill.checkpoint.read.hub import INDEX
 from lancebill.checkpoint.read.safetensors import read_header
 from lancebill.checkpoint.read.strict_json import parse_object
 from lancebill.checkpoint.resolve.naming import TABLE

@@ -22,10 +22,10 @@ from torch import Tensor
 from lancebill.checkpoint.read import file_bytes as raw
 from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.file_bytes import bytes_of
-from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.ggml_types import TYPES
 from lancebill.checkpoint.read.gguf import _Reader
-from lancebill.checkpoint.read.hub import local_path
+from lancebill.checkpoint.read.hub import INDEX, local_path
 from lancebill.errors import (
     CheckpointError,
     MalformedFile,

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
-from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.hub import INDEX
 from lancebill.checkpoint.write import publish, save
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.errors import (

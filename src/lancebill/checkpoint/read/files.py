@@ -19,8 +19,7 @@ from torch import Tensor
 from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_config
 from lancebill.checkpoint.read.file_bytes import open_read, reason
 from lancebill.checkpoint.read.gguf import read_gguf, split_files
-from lancebill.checkpoint.read.hub import INDEX as INDEX
-from lancebill.checkpoint.read.hub import parse_hub_name
+from lancebill.checkpoint.read.hub import INDEX, parse_hub_name
 from lancebill.checkpoint.read.safetensors import read_header
 from lancebill.checkpoint.read.slices import Index, read_slice
 from lancebill.checkpoint.read.strict_json import read_json

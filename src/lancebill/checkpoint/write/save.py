@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from lancebill.checkpoint.read.file_bytes import reason, write_exactly
-from lancebill.checkpoint.read.files import INDEX
+from lancebill.checkpoint.read.hub import INDEX
 from lancebill.checkpoint.read.safetensors import MAX_HEADER, METADATA, PREFIX
 from lancebill.checkpoint.write.publish import HiddenFolder, recover, sync
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, WrongDtype, WrongShape
