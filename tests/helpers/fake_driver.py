@@ -44,6 +44,7 @@ class FakeDriver:
         self.cuGraphExecKernelNodeSetParams_v2 = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 3)(self._set_params)
         self.cuGraphLaunch = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 2)(self._launch_graph)
         self.launched, self.graph_launches, self.destroyed = 0, 0, 0
+        self.invalidated = False  # a capture, by a call that its mode forbids
         self.capture, self.capture_mode = 0, 0  # the number of the capture in progress, 0: none
         self.nodes: list[list[tuple[int, int]]] = []  # per node: grid and parameters, each time they were set
         self.edges: list[tuple[int, int]] = []
@@ -83,11 +84,14 @@ class FakeDriver:
         return 0
 
     def cuGraphExecDestroy(self, ready: Any) -> int:
-        self.destroyed += 1
-        return 0
+        return self._destroy()
 
     def cuGraphDestroy(self, graph: Any) -> int:
+        return self._destroy()
+
+    def _destroy(self) -> int:
         self.destroyed += 1
+        self.invalidated |= self.capture > 0 and self.capture_mode != driver._RELAXED
         return 0
 
     def _set_params(self, ready: int, node: int, params: int) -> int:

@@ -126,17 +126,17 @@ def _attribute(device: int, number: int) -> int:
 
 
 @contextmanager
-def uncaptured() -> Iterator[None]:
+def uncaptured(cuda: ctypes.CDLL | None = None) -> Iterator[None]:
     """Allows calls that a capture in progress forbids: to allocate, and to load kernels. They are not captured.
 
     The prohibition belongs to the thread that calls and not to the stream, so it is lifted for this thread.
     """
-    mode = ctypes.c_int(_RELAXED)
-    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "changing the capture mode")
+    mode, exchange = ctypes.c_int(_RELAXED), (cuda or library()).cuThreadExchangeStreamCaptureMode
+    check(exchange(ctypes.byref(mode)), "changing the capture mode")
     try:
         yield
     finally:  # `mode` is now the thread's former mode
-        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "changing the capture mode back")
+        check(exchange(ctypes.byref(mode)), "changing the capture mode back")
 
 
 def capture_id(stream: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lancebill.jit import driver
 from lancebill.jit.driver import Launch, by_value, check
@@ -44,7 +44,7 @@ class Graph:
         cuda, graph, executable = driver.library(), ctypes.c_void_p(), ctypes.c_void_p()
         check(cuda.cuGraphCreate(ctypes.byref(graph), 0), "creating a graph")
         # The graph must outlive its executable: updating a node of the executable names it by the graph's node.
-        weakref.finalize(self, cuda.cuGraphDestroy, graph).atexit = False
+        weakref.finalize(self, _destroy, cuda, cuda.cuGraphDestroy, graph).atexit = False
         edge = _Edge(_PROGRAMMATIC, 0, _PROGRAMMATIC) if dependent else _Edge()
         self._nodes = [_kernel_node(launch) for launch in launches]
         handles: list[ctypes.c_void_p] = []
@@ -60,7 +60,7 @@ class Graph:
         code = cuda.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_uint64(0))
         check(code, "instantiating a graph")
         # Safe while the graph still runs: the driver destroys it after it completes.
-        weakref.finalize(self, cuda.cuGraphExecDestroy, executable).atexit = False
+        weakref.finalize(self, _destroy, cuda, cuda.cuGraphExecDestroy, executable).atexit = False
         self._set_parameters = cuda.cuGraphExecKernelNodeSetParams_v2
         instance = by_value(executable.value)
         self._update_arguments = [
@@ -79,6 +79,12 @@ class Graph:
             code = self._set_parameters(*self._update_arguments[index])
             if code:
                 check(code, "updating a launch in a graph")
+
+
+def _destroy(cuda: ctypes.CDLL, destroy: Callable[[ctypes.c_void_p], int], handle: ctypes.c_void_p) -> None:
+    """Whenever the graph is dropped, perhaps by the garbage collector: during a capture this would invalidate it."""
+    with driver.uncaptured(cuda):
+        destroy(handle)
 
 
 def _kernel_node(launch: Launch) -> _Node:

@@ -211,6 +211,32 @@ def test_outgrown_workspaces_are_freed(gpu: FakeDriver, monkeypatch: pytest.Monk
     assert again is not None and again(x, routed.ids, routed.weights, torch.empty_like(x))
 
 
+def test_a_capture_after_growth_destroys_nothing(gpu: FakeDriver) -> None:
+    """Ascending sizes, then a capture: graphs that are bound to the smaller workspace go with the next eager call."""
+    layer, x, call = layer_and_call(1)
+    layer(x, **call)
+    layer(x, **call)
+    size = executing.WORKSPACES.eager[0, 0].memory.numel()
+    executing.WORKSPACES.of_stream(layer.executor.tensors.device, 0, 2 * size)
+    assert gpu.graph_launches and not gpu.destroyed
+    gpu.capture = 8
+    layer(x, **call)
+    assert not gpu.destroyed
+    gpu.capture = 0
+    layer(x, **call)
+    assert gpu.destroyed
+
+
+def test_graphs_that_are_dropped_in_a_capture_leave_it_valid(gpu: FakeDriver) -> None:
+    layer, x, call = layer_and_call(1)
+    layer(x, **call)
+    layer(x, **call)
+    gpu.capture = 9
+    layer.executor.drop_bound()
+    gc.collect()
+    assert gpu.destroyed and not gpu.invalidated
+
+
 def test_a_layer_reserves_for_itself(gpu: FakeDriver) -> None:
     layer, x, call = layer_and_call(1)
     assert isinstance(layer, RoutedExperts) and layer.reserve(8) > 0

@@ -62,14 +62,15 @@ class GpuExecutor(Executor):
             with torch.cuda.device(index):
                 return self.run_plan(plan, x, dispatch, out)
         workspace = self.workspace(plan, x.device)  # alive until the launches are queued
-        self._drop_outgrown()
         return run_program(self.program(plan, x.device, workspace), x, dispatch, out)
 
     def workspace(self, plan: GpuPlan, device: torch.device) -> Workspace:
         """The memory for a call on the current stream."""
         stream, size = torch._C._cuda_getCurrentRawStream(device.index or 0), plan.workspace_bytes
         if not _capturing():
-            return WORKSPACES.of_stream(device, stream, size)
+            held = WORKSPACES.of_stream(device, stream, size)
+            self._drop_outgrown()
+            return held
         if self.reserved is not None and self.reserved.memory.numel() >= size:
             return self.reserved
         workspace = WORKSPACES.of_capture(device, stream, size, counting=plan.counts)
