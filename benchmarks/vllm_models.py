@@ -1,6 +1,6 @@
 """The models of the serving table: configs, and one checkpoint with random weights that every backend loads.
 
-Configs are those of the published models with fewer layers. A folder with nothing but config.json is for vLLM's dummy
+Configs are those of the published models, most with fewer layers. A folder with nothing but config.json is for vLLM's dummy
 loader.
 """
 
@@ -94,6 +94,11 @@ GPT_OSS_120B: dict[str, Any] = {
         ],
     },
 }
+GPT_OSS_20B = GPT_OSS_120B | {
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
 DEEPSEEK_V4_FLASH: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -169,8 +174,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": GPT_OSS_120B,
     "qwen3-30b": QWEN3_30B,
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
-    "gpt-oss-20b-4-layers": GPT_OSS_120B
-    | {"num_hidden_layers": 4, "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-20b-4-layers": GPT_OSS_20B
+    | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt-oss-1-layer": GPT_OSS_120B | {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "qwen3-30b-6-layers": QWEN3_30B | {"num_hidden_layers": 6},
     "qwen3-30b-1-layer": QWEN3_30B | {"num_hidden_layers": 1},
@@ -183,6 +189,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CHECKPOINTS = (
     "gpt-oss-120b",
     "gpt-oss-1-layer",
+    "gpt-oss-20b",
     "gpt-oss-20b-4-layers",
     "tiny-gpt-oss",
 )  # loaded from a file; the others have random weights by the loader

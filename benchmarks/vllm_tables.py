@@ -15,6 +15,7 @@ TITLES = {
     "qwen3-v4-experts": "Qwen3's attention with the experts of DeepSeek-V4-Flash, 6 layers",
     "qwen3-v4-experts-1-layer": "Qwen3's attention with the experts of DeepSeek-V4-Flash, 1 layer",
     "gpt-oss-120b": "gpt-oss-120b, 6 layers",
+    "gpt-oss-20b": "gpt-oss-20b, all 24 layers",
     "gpt-oss-1-layer": "gpt-oss-120b, 1 layer",
     "qwen3-30b": "Qwen3-30B-A3B, 48 layers",
     "qwen3-30b-6-layers": "Qwen3-30B-A3B, 6 layers",
