@@ -4,7 +4,8 @@
     python benchmarks/summary.py --check    exits with 1 if it is not what the files make it
 
 A row names its table, machine, shape or model, weights, activations (where something is computed) and file. Units are
-in the names of fields; the values in `peers` have the unit of the row's own figure. On GPUs, `humming` and
+in the names of fields; the values in `peers` have the unit of the row's own figure, of the first if it has several.
+`LEFT_OUT` names folders of results that are not here. On GPUs, `humming` and
 `triton_kernels` are timed without their routing sort, `NAME with sort` includes it; `torch-grouped` includes it,
 `torch-grouped, sorted` does not; `torch GEMMs` are the two GEMMs alone.
 """
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import summary_serving
 from result_files import RESULTS, ResultFile, result_files
 
 PATH = RESULTS / "summary.json"
@@ -246,32 +248,6 @@ def _verify(file: ResultFile) -> Iterator[Row]:
         yield {"format": row["format"], "weights": row["spec"], **figures, "peers": {}}
 
 
-def _vllm_serving(file: ResultFile) -> Iterator[Row]:
-    """Tokens of prompts (one new token each) or new tokens per second inside vLLM."""
-    engines = [engine for engine in file.record["engines"] if "decode" in engine]
-    rates = {
-        (engine["model"], engine["activations"], engine["backend"], case["prompts"], case["in"], case["out"]): case
-        for engine in engines
-        for case in (*engine["prefill"], *engine["decode"])
-    }
-    for (model, activations, backend, *case), found in rates.items():
-        if not backend.startswith("ours"):
-            continue
-        others = {
-            key[2]: other for key, other in rates.items() if key[:2] == (model, activations) and [*key[3:]] == case
-        }
-        yield {
-            "model": model,
-            "weights": "mxfp4",
-            "activations": activations,
-            "prompts": case[0],
-            "tokens_in": case[1],
-            "tokens_out": case[2],
-            "tokens_per_s": found["tokens_per_s"],
-            "peers": {name: other["tokens_per_s"] for name, other in others.items() if name != backend},
-        }
-
-
 def _hybrid(file: ResultFile) -> Iterator[Row]:
     """Split layers, and the CPU's part beside peers whose result is right."""
     for row in file.record["rows"]:
@@ -292,6 +268,7 @@ def _hybrid(file: ResultFile) -> Iterator[Row]:
 def _pack(file: ResultFile) -> Iterator[Row]:
     for row in file.record["results"]:
         how = {"case": row["case"], "source": row["source"], "weights": row["spec"]}
+        how |= {"threads": row["threads"]} if "threads" in row else {}
         yield {**how, "gb_per_s": row["bytes_per_s"] / 1e9, "of_copy_rate": row.get("copy_share"), "peers": {}}
 
 
@@ -316,9 +293,20 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "convert": _convert,
     "rounding": _rounding,
     "verify": _verify,
-    "vllm-serving": _vllm_serving,
     "hybrid": _hybrid,
+    "hybrid-generate": summary_serving.hybrid_generate,
     "pack": _pack,
+    "serve": summary_serving.serve,
+    "serve-accuracy": summary_serving.serve_accuracy,
+    "decode-engines": summary_serving.decode_engines,
+    "vllm-serving": summary_serving.vllm_serving,
+    "vllm-split": summary_serving.vllm_serving,
+    "vllm-bench-serve": summary_serving.vllm_bench_serve,
+    "vllm-cpu": summary_serving.vllm_cpu,
+}
+LEFT_OUT = {  # folders of benchmarks/results that are no table here, and why
+    "reliability": "counts of cases and failures; docs/reliability.md has all of them",
+    "sanitize": "verdicts of compute-sanitizer and what it said, no figures",
 }
 
 if __name__ == "__main__":

@@ -18,6 +18,12 @@ import summary
 import tables
 from result_files import RESULTS, result_files
 
+# Numbers of a row that say what was measured.
+CONDITIONS = {
+    "answers", "batch", "call", "clients", "concurrency", "gpu_percent", "intermediate", "k", "layers", "n", "prompts",
+    "questions", "rows", "run", "sizes", "steps", "streams", "threads", "tokens", "tokens_in", "tokens_out",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_page_matches_the_results(page: Path) -> None:
@@ -30,6 +36,21 @@ def test_summary_matches_the_results() -> None:
     rows = json.loads(summary.summary_text())
     assert all((RESULTS / row["file"]).exists() and isinstance(row["peers"], dict) for row in rows)
     assert {row["table"] for row in rows} == {table for table in summary.TABLES if result_files(table)}
+
+
+def test_every_folder_of_results_is_summarised_or_left_out_for_a_reason() -> None:
+    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    assert not summary.TABLES.keys() & summary.LEFT_OUT.keys() and all(summary.LEFT_OUT.values())
+    assert folders <= summary.TABLES.keys() | summary.LEFT_OUT.keys()
+    assert summary.LEFT_OUT.keys() <= folders
+    assert {table for table in summary.TABLES if result_files(table)} == folders - summary.LEFT_OUT.keys()
+
+
+def test_every_row_of_the_summary_names_its_file_and_has_a_figure() -> None:
+    for row in summary.summary_rows():
+        assert row["file"].startswith(f"{row['table']}/{row['machine']}/")
+        figures = [value for name, value in row.items() if name not in CONDITIONS and not isinstance(value, bool)]
+        assert any(isinstance(value, (int, float)) for value in figures), row
 
 
 def test_every_result_is_used() -> None:
