@@ -144,9 +144,10 @@ def batch_invariant_cost(runs: Runs) -> str:
 
 
 def gpu_host() -> str:
-    """Time to the first result, host time of a call, and the sanitizers' verdicts."""
+    """Time to the first result, host time of a call, memory of CUDA graphs, and the sanitizers' verdicts."""
     lines = [_first_forward(file) for file in newest_files("first-forward")]
     lines += [line for file in newest_files("routing") for line in _routing(file)]
+    lines += [_capture_memory(file) for file in newest_files("capture-memory")]
     lines += [_sanitizers(file) for file in newest_files("sanitize")]
     bullets = "\n".join(f"* {line}" for line in lines) + "\n"
     return "\n".join([bullets, *(_host_time(file) for file in newest_files("host-time"))])
@@ -196,6 +197,21 @@ def _routing(file: ResultFile) -> list[str]:
         f"{', '.join(by_tokens.values())} µs ({links(file.name)})."
         for model, by_tokens in added.items()
     ]
+
+
+def _capture_memory(file: ResultFile) -> str:
+    run = file.record
+    rows = {row["pool"]: row for row in run["rows"]}
+    shared, separate, reserved = (_mib(rows[pool]["device_bytes"]) for pool in ("shared", "separate", "reserved"))
+    return (
+        f"CUDA graphs of {run['layers']} layers ({run['shape']}'s sizes) at {len(run['sizes'])} numbers of tokens take "
+        f"{shared} of GPU memory in one pool, {separate} in pools of their own, {reserved} after `reserve` (of which "
+        f"{_mib(rows['reserved']['reserved_bytes'])} are reserved) ({links(file.name)})."
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
 
 
 def _sanitizers(file: ResultFile) -> str:

@@ -272,6 +272,15 @@ def _pack(file: ResultFile) -> Iterator[Row]:
         yield {**how, "gb_per_s": row["bytes_per_s"] / 1e9, "of_copy_rate": row.get("copy_share"), "peers": {}}
 
 
+def _capture_memory(file: ResultFile) -> Iterator[Row]:
+    """GPU memory of a model's CUDA graphs; `pool`: whose memory captured calls take."""
+    record = file.record
+    labels = {name: record[name] for name in ("shape", "weights", "activations", "layers")}
+    for row in record["rows"]:
+        figures = {name: row[name] for name in ("device_bytes", "reserved_bytes", "seconds")}
+        yield {**labels, "sizes": len(record["sizes"]), "pool": row["pool"], **figures, "peers": {}}
+
+
 TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-layer": _gpu_layer,
     "gpu-shapes": _gpu_shapes,
@@ -296,6 +305,7 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "hybrid": _hybrid,
     "hybrid-generate": summary_serving.hybrid_generate,
     "pack": _pack,
+    "capture-memory": _capture_memory,
     "serve": summary_serving.serve,
     "serve-accuracy": summary_serving.serve_accuracy,
     "decode-engines": summary_serving.decode_engines,

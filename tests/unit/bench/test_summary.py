@@ -1,4 +1,4 @@
-"""Rows of summary.json for what is served: from records made by hand."""
+"""Rows of summary.json for what is served, and the memory of CUDA graphs: from records made by hand."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from project import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import gpu_tables
 import result_files
 import summary
 
@@ -94,3 +95,21 @@ def test_tests_of_vllm_are_counted_by_family(results: Path) -> None:
     write(results, "vllm-cpu", {"tests": tests})
     assert figures("model", "tests", "passed", "largest_logprob_difference") == [("mixtral", 2, 1, 2e-6)]
     assert figures("case", "tests", "passed") == [("test_ranks.py", 1, 1)]
+
+
+def test_memory_of_graphs_is_a_line_and_rows_if_it_was_measured(results: Path) -> None:
+    assert "CUDA graphs" not in gpu_tables.gpu_host()
+    sizes = {"shared": (100 << 20, 0), "separate": (3000 << 20, 0), "reserved": (90 << 20, 40 << 20)}
+    rows = [
+        {"pool": pool, "device_bytes": held, "reserved_bytes": reserved, "seconds": 1.5}
+        for pool, (held, reserved) in sizes.items()
+    ]
+    names = {"shape": "qwen3-30b-a3b", "weights": "mxfp4", "activations": "bf16", "layers": 48}
+    write(results, "capture-memory", {**names, "sizes": [1, 2, 4], "rows": rows})
+    assert (
+        "* CUDA graphs of 48 layers (qwen3-30b-a3b's sizes) at 3 numbers of tokens take 100 MiB of GPU memory in one "
+        "pool, 3,000 MiB in pools of their own, 90 MiB after `reserve` (of which 40 MiB are reserved) ([capture-memory/"
+    ) in gpu_tables.gpu_host()
+    assert figures("device_bytes", "pool", "reserved_bytes", "layers", "sizes") == [
+        (held, pool, reserved, 48, 3) for pool, (held, reserved) in sizes.items()
+    ]
