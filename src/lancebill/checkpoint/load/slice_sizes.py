@@ -14,7 +14,6 @@ from lancebill.checkpoint.load.staging import BUFFER_BYTES
 SLICE_BYTES = {"cpu": 10 << 20, "cuda": 64 << 20}
 MOST_CPU_BYTES = 16 << 20  # of a large layer: Python takes as long for several experts as for one
 CPU_SHARE = 32  # of such a layer's bytes, a slice has at most one in so many
-SHARE = 32  # of a layer's experts on a GPU, at most one in so many is on the way there
 HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
 WORKING_BYTES = 192 << 20  # of all threads together
 READ_BYTES = 256 << 20  # of pinned memory
@@ -32,9 +31,7 @@ def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
 
 def step_for(plan: LayerPlan, device: torch.device) -> int:
     """How many experts a slice has."""
-    if device.type == "cuda":
-        return min(_experts_in(plan, SLICE_BYTES["cuda"]), max(1, len(plan.experts) // SHARE))
-    return _experts_in(plan, _cpu_bytes(plan))
+    return _experts_in(plan, SLICE_BYTES["cuda"] if device.type == "cuda" else _cpu_bytes(plan))
 
 
 def read_step(plan: LayerPlan, device: torch.device) -> int:
