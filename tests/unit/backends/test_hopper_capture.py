@@ -149,6 +149,15 @@ def test_reserved_memory_is_used_in_captures(gpu: FakeDriver, launched: Launched
     assert [program.bindings.workspace is None for program in launched.programs] == [False] * 4 + [True] * 2
 
 
+def test_equal_layers_are_planned_once(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To reserve: a model has dozens, and dozens of sizes."""
+    asked: list[int] = []
+    original = GpuExecutor.most_bytes
+    monkeypatch.setattr(GpuExecutor, "most_bytes", lambda self, most: asked.append(most) or original(self, most))
+    lancebill.reserve(torch.nn.ModuleList(layer_and_call(1)[0] for _ in range(4)), 64)
+    assert asked == [64]
+
+
 def reserved(layer: RoutedExperts) -> weakref.ref[Tensor]:
     assert isinstance(layer.executor, GpuExecutor) and layer.executor.reserved is not None
     return weakref.ref(layer.executor.reserved.memory)

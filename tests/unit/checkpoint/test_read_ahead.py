@@ -15,6 +15,7 @@ from lancebill.checkpoint.load.layer_plan import LayerPlan, plan_layer
 from lancebill.checkpoint.load.load_experts import load_experts, reads_of_experts
 from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.load.staging import DeviceReader, Fetched, TensorSource, source_of
+from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve import manifest as manifests
@@ -24,6 +25,7 @@ from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.moe.placement import Placement
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import same_bits
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 
@@ -218,3 +220,21 @@ def test_an_error_of_a_thread_that_reads_names_the_expert(stored: tuple[Checkpoi
         opened.truncate(checkpoint.tensors[last].start + 1)
     with pytest.raises(MalformedFile, match=r"expert 1"):
         load_layer(checkpoint.read, recipe.plan, recipe.layout, out=recipe.allocate())
+
+
+@pytest.mark.parametrize(("experts", "hidden", "inner"), [(32, 2880, 2880), (128, 2048, 768), (256, 4096, 2048)])
+def test_slices_for_a_gpu_fit_its_buffers_and_are_few(experts: int, hidden: int, inner: int) -> None:
+    """Of layers of any size: the host takes a few milliseconds for each."""
+    config = {
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "hidden_size": hidden,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_experts_per_tok": 2,
+    }
+    options = LoadOptions(weights=parse_spec("mxfp4"), router=False)
+    plan = Recipe.expected(config_of_model(config), 0, options).plan
+    step, each = slice_sizes.read_step(plan, torch.device("cuda")), 3 * hidden * inner * 17 // 32
+    assert step * each <= slice_sizes.SLICE_BYTES["cuda"]
+    assert (step + 1) * each > 40 << 20, (step, each)

@@ -163,7 +163,8 @@ class GpuExecutor(Executor):
     def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
         """One workspace for all layers given."""
         own = [executor for executor in executors if isinstance(executor, GpuExecutor)]
-        size = max(executor.most_bytes(max_tokens) for executor in own)
+        different = {(executor.backend.name, executor.problem): executor for executor in own}  # most models' are alike
+        size = max(executor.most_bytes(max_tokens) for executor in different.values())
         held = own[0].reserved
         if held is None or held.memory.numel() < size or any(executor.reserved is not held for executor in own):
             held = reserve_workspace(own[0].tensors.device, size)

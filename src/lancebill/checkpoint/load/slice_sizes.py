@@ -20,8 +20,8 @@ READ_BYTES = 256 << 20  # of pinned memory
 READ_BUFFERS = 3  # of a slice that is read ahead: with smaller ones, packing would take longer than reading
 COPIED = 3  # buffers that may not be free yet, as they are copied
 FEWEST_AHEAD = 3  # slices, however large
-READERS = 12  # threads; a disk needs several reads at a time to reach its rate
-PIECES = 9  # of a slice, each read by one thread: slices are complete in their order
+READERS = 6  # threads: a disk needs several reads at a time to reach its rate, but more take Python from the packing
+PIECES = 6  # of a slice, each read by one thread: slices are complete in their order
 
 
 def slices_of(slots: Sequence[int], step: int) -> list[Sequence[int]]:
