@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import summary_serving
@@ -45,12 +45,13 @@ def summary_text() -> str:
     return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in summary_rows()) + "\n]\n"
 
 
-def summary_rows() -> list[Row]:
+def summary_rows(tables: Iterable[str] | None = None) -> list[Row]:
+    """Of all tables, or of these."""
     return [
         {"table": table, "machine": file.machine, **row, "file": file.name}
-        for table, read_rows in TABLES.items()
+        for table in (TABLES if tables is None else tables)
         for file in result_files(table)
-        for row in read_rows(file)
+        for row in TABLES[table](file)
     ]
 
 

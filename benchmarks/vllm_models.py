@@ -1,7 +1,7 @@
 """The models of the serving table: configs, and one checkpoint with random weights that every backend loads.
 
-Configs are those of the published models, most with fewer layers. A folder with nothing but config.json is for vLLM's dummy
-loader.
+Configs are those of the published models, most with fewer layers. A folder with nothing but config.json is for vLLM's
+dummy loader.
 """
 
 from __future__ import annotations
