@@ -112,8 +112,8 @@ class Answering:
         from lancebill.serving.sampling import Sampling, choose
         from lancebill.serving.start import end_tokens
 
-        penalty = repetition_penalty(self.model)
-        how = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, self.seed - 1, repetition_penalty=penalty)
+        drawn = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, seed=self.seed - 1)
+        how = replace(drawn, repetition_penalty=repetition_penalty(self.model))
         source, asked, ends = how.generator(), how.asked(prompt), end_tokens(self.model, self.tokenizer)
         sequence, new, earlier = self.runner.new_sequence(), prompt, list[int]()
         while len(earlier) < wanted.tokens:

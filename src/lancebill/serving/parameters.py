@@ -217,6 +217,7 @@ SAMPLED = {
 }
 MORE_SAMPLED = {
     "top_k": integer(0),
+    "min_p": number(0, 1),
     "seed": integer(-(2**63), 2**63 - 1),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),

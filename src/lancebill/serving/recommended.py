@@ -11,7 +11,6 @@ from lancebill.serving.sampling import Sampling
 # Settings of transformers' `generate` that change which tokens it gives, and are not computed here, with the values at
 # which they do nothing. None, false and empty lists say nothing of any.
 NOT_USED: dict[str, Any] = {
-    "min_p": 0,
     "typical_p": 1,
     "top_h": 1,
     "epsilon_cutoff": 0,
@@ -52,6 +51,7 @@ def recommended(model: Any) -> Sampling:
         temperature=1.0 if given.temperature is None else float(given.temperature),
         top_p=1.0 if given.top_p is None else float(given.top_p),
         top_k=int(given.top_k or 0),
+        min_p=_min_p(given.min_p),
         repetition_penalty=penalty,
     )
 
@@ -61,6 +61,12 @@ def repetition_penalty(model: Any) -> float:
     if given is not None and not 0 < given < math.inf:
         raise SpecError("not a positive number", where="generation_config, repetition_penalty", got=given)
     return 1.0 if given is None else float(given)
+
+
+def _min_p(given: float | None) -> float:
+    if given is not None and not 0 <= given <= 1:
+        raise SpecError("not a number from 0 to 1", where="generation_config, min_p", got=given)
+    return float(given or 0)
 
 
 def not_used(model: Any) -> str:

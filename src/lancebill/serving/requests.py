@@ -91,8 +91,9 @@ def _special_tokens(served: Served, texts: Sequence[str]) -> frozenset[int]:
 
 
 def _sampling(served: Served, values: Mapping[str, Any]) -> Sampling:
-    names = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    given = {name: values[name] for name in (*names, "logit_bias") if name in values}
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    given = {name: values[name] for name in (*names, *penalties) if name in values}
     if any(token >= served.vocabulary for token in given.get("logit_bias", ())):
         raise ApiError(400, f"logit_bias: expected token ids below {served.vocabulary}", "logit_bias", "invalid_value")
     asked = values.get("logprobs")

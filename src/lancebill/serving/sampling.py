@@ -33,6 +33,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0  # the least probability of what may be drawn, as a part of the largest one
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -136,6 +137,8 @@ def _pick(logits: Tensor, how: Sampling, source: torch.Generator) -> int:
     if how.top_p < 1:
         likely = _nucleus(weights, how.top_p)
         weights, ids = weights[likely], likely if ids is None else ids[likely]
+    if how.min_p > 0:  # the largest weight is 1
+        weights = np.where(weights < how.min_p, 0, weights)
     drawn = _drawn(weights, float(torch.rand((), generator=source, dtype=torch.float64)))
     return drawn if ids is None else int(ids[drawn])
 

@@ -71,6 +71,7 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     sorted_ones = values.softmax(-1)
     before = sorted_ones.cumsum(-1) - sorted_ones
     sorted_ones = sorted_ones * (before < how.top_p)
+    sorted_ones = sorted_ones * (sorted_ones >= how.min_p * sorted_ones[0])
     return torch.zeros(logits.numel(), dtype=torch.float64).index_add(0, ids, sorted_ones / sorted_ones.sum())
 
 
@@ -82,6 +83,7 @@ HOWS = [
     Sampling(0.5, top_k=99),
 ]
 HOWS += [Sampling(1.5, top_p=0.6, top_k=4), Sampling(2.0, top_p=1e-6)]
+HOWS += [Sampling(1.0, min_p=0.2), Sampling(2.0, min_p=1.0), Sampling(1.5, top_p=0.8, top_k=6, min_p=0.3)]
 
 
 @pytest.mark.parametrize("how", HOWS)
