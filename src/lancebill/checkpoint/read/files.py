@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -249,13 +250,19 @@ def _check_inside(file: Path, folder: Path) -> None:
     anything else (a device, a private file) comes from whoever made the checkpoint.
     """
     root = folder.resolve()
-    try:
-        target = file.resolve()
-    except RuntimeError:
-        raise MalformedFile("the link points to itself", where=str(file)) from None
+    target = _resolved(file)
     same_kind = target.suffix == file.suffix and (target.is_file() or not target.exists())
     if not same_kind and not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):
         raise MalformedFile("the link points outside the checkpoint folder", where=str(file), got=str(target))
+
+
+def _resolved(file: Path) -> Path:
+    """Where a link leads. Up to Python 3.12 `resolve` raises if that is the link itself, later it returns it."""
+    with suppress(RuntimeError):
+        target = file.resolve()
+        if not target.is_symlink():
+            return target
+    raise MalformedFile("the link points to itself", where=str(file))
 
 
 def _open_gguf_folder(folder: Path) -> Checkpoint:
