@@ -46,6 +46,7 @@ class FakeDriver:
         self.launched, self.graph_launches, self.destroyed = 0, 0, 0
         self.invalidated = False  # a capture, by a call that its mode forbids
         self.capture, self.capture_mode = 0, 0  # the number of the capture in progress, 0: none
+        self.elsewhere = False  # another stream or thread captures
         self.nodes: list[list[tuple[int, int]]] = []  # per node: grid and parameters, each time they were set
         self.edges: list[tuple[int, int]] = []
         self.node_params: list[Any] = []  # the parameter struct of each node
@@ -80,6 +81,7 @@ class FakeDriver:
         return 0
 
     def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: Any) -> int:
+        self._unsafe()
         ready._obj.value = READY
         return 0
 
@@ -91,8 +93,12 @@ class FakeDriver:
 
     def _destroy(self) -> int:
         self.destroyed += 1
-        self.invalidated |= self.capture > 0 and self.capture_mode != driver._RELAXED
+        self._unsafe()
         return 0
+
+    def _unsafe(self) -> None:
+        """A call that captures forbid, also those of other streams and threads."""
+        self.invalidated |= (self.capture > 0 or self.elsewhere) and self.capture_mode != driver._RELAXED
 
     def _set_params(self, ready: int, node: int, params: int) -> int:
         node_params = self.node_params[node - NODE - 1]

@@ -41,7 +41,12 @@ class Graph:
 
     def __init__(self, launches: Sequence[Launch], stream: int, *, dependent: bool) -> None:
         self.launches = launches
-        cuda, graph, executable = driver.library(), ctypes.c_void_p(), ctypes.c_void_p()
+        with driver.uncaptured():  # another stream or thread may capture, which forbids to instantiate a graph
+            self._make(stream, dependent)
+
+    def _make(self, stream: int, dependent: bool) -> None:
+        launches, cuda = self.launches, driver.library()
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
         check(cuda.cuGraphCreate(ctypes.byref(graph), 0), "creating a graph")
         # The graph must outlive its executable: updating a node of the executable names it by the graph's node.
         weakref.finalize(self, _destroy, cuda, cuda.cuGraphDestroy, graph).atexit = False

@@ -23,6 +23,7 @@ from lancebill.backends.gpu import workspace as memory
 from lancebill.backends.gpu.executor import GpuExecutor
 from lancebill.backends.gpu.program import Program
 from lancebill.backends.gpu.tiles import buckets
+from lancebill.jit import driver
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.testing.layers import routing
 
@@ -246,6 +247,38 @@ def test_graphs_that_are_dropped_in_a_capture_leave_it_valid(gpu: FakeDriver) ->
     assert gpu.destroyed and not gpu.invalidated
 
 
+def test_graphs_are_made_while_another_stream_captures(gpu: FakeDriver) -> None:
+    """An eager call of another thread, or on another stream of the capturing one."""
+    layer, x, call = layer_and_call(1)
+    gpu.elsewhere = True
+    layer(x, **call)
+    layer(x, **call)
+    assert gpu.graph_launches and not gpu.invalidated and gpu.capture_mode == 0
+
+
+def test_no_fast_call_is_made_from_another_gpu(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a stream is captured is known of the current GPU only, and the input's own stream may be."""
+    layer, x, call = layer_and_call(1)
+    current = [1]  # the caller's; the layer is on GPU 0, whose stream is captured
+    gpu.capture = 7
+
+    class device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: current[0] == 0, raising=False)
+    layer(x, **call)
+    assert not layer.executor.fast_calls and not executing.WORKSPACES.eager
+
+
 def test_a_layer_reserves_for_itself(gpu: FakeDriver) -> None:
     layer, x, call = layer_and_call(1)
     assert isinstance(layer, RoutedExperts) and layer.reserve(8) > 0
@@ -256,8 +289,6 @@ def test_a_layer_reserves_for_itself(gpu: FakeDriver) -> None:
 
 def test_kernels_are_loaded_with_the_capture_mode_relaxed(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading allocates, which captures forbid otherwise. The mode is restored, also after an error."""
-    from lancebill.jit import driver
-
     with driver.uncaptured():
         assert gpu.capture_mode == 2
     with pytest.raises(KeyError), driver.uncaptured():
