@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +279,29 @@ def test_no_fast_call_is_made_from_another_gpu(gpu: FakeDriver, monkeypatch: pyt
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: current[0] == 0, raising=False)
     layer(x, **call)
     assert not layer.executor.fast_calls and not executing.WORKSPACES.eager
+
+
+@pytest.mark.parametrize("handle", [0, 1 << 40])
+def test_memory_of_a_stream_is_allocated_on_it(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, handle: int) -> None:
+    """Also of the default stream, whose handle is 0: torch's `ExternalStream` takes that for no handle."""
+    used: list[int] = []
+
+    @contextmanager
+    def stream(side: SimpleNamespace) -> Iterator[None]:
+        used.append(side.cuda_stream)
+        yield
+
+    monkeypatch.setattr(driver, "use_context", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    made = {
+        "ExternalStream": lambda handle, device: SimpleNamespace(cuda_stream=handle or 0xF001),
+        "get_stream_from_external": lambda handle, device: SimpleNamespace(cuda_stream=handle),
+    }
+    for name, make in made.items():
+        monkeypatch.setattr(torch.cuda, name, make)
+    memory.outside_pools(torch.device("cuda", 0), handle, lambda: torch.zeros(1))
+    assert used == [handle]
 
 
 def test_a_layer_reserves_for_itself(gpu: FakeDriver) -> None:

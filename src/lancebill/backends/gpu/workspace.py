@@ -104,7 +104,8 @@ def outside_pools(device: torch.device, stream: int | None, make: Callable[[], T
         driver.use_context(device.index or 0)  # a new thread has none
         with driver.uncaptured(), torch.cuda.device(device):
             handle = driver.own_stream(device.index or 0) if stream is None else stream
-            side = torch.cuda.ExternalStream(handle, device=device)
+            # Not `ExternalStream`: of handle 0, the default stream, it makes another stream of torch's.
+            side = torch.cuda.get_stream_from_external(handle, device)
             with torch.cuda.stream(side):
                 made = make()
             if stream is None:
