@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,19 +16,25 @@ from fake_driver import (
     fake_gpu,  # noqa: F401
     layer_and_call,
     read_argument,
+    small_problem,
 )
 from torch import Tensor
 
 import lancebill
+from lancebill.backends.base import TensorTable
+from lancebill.backends.gpu import bindings
 from lancebill.backends.gpu import executor as executing
 from lancebill.backends.gpu import program as bound
 from lancebill.backends.gpu import workspace as memory
 from lancebill.backends.gpu.executor import GpuExecutor
 from lancebill.backends.gpu.program import Program
+from lancebill.backends.gpu.step import Ref
 from lancebill.backends.gpu.tiles import buckets
 from lancebill.jit import driver
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.testing.layers import routing
+from lancebill.moe.device import Device
+from lancebill.moe.dispatch import Indexed
+from lancebill.testing.layers import make_layer, routing
 
 
 class Launched:
@@ -256,6 +263,38 @@ def test_graphs_are_made_while_another_stream_captures(gpu: FakeDriver) -> None:
     layer(x, **call)
     layer(x, **call)
     assert gpu.graph_launches and not gpu.invalidated and gpu.capture_mode == 0
+
+
+def test_graphs_keep_the_pre_scales_of_a_matrix_without(
+    gpu: FakeDriver, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are ones, which all programs share: the program of a graph is dropped when the next graph is captured."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def outside_pools(device: torch.device, stream: int | None, make: Callable[[], Tensor]) -> Tensor:
+        made.append(weakref.ref(tensor := make()))
+        return tensor
+
+    monkeypatch.setattr(bindings, "outside_pools", outside_pools)
+    monkeypatch.setattr(bindings, "_ONES", {}, raising=False)
+    sample, problem = make_layer(small_problem(), "hopper", "cpu", distinct=1), replace(small_problem(), pre_scale=True)
+    executor = sample.backend.executor(problem, Device("cuda", 90), TensorTable.of(sample.weights))
+    x, routed = torch.zeros(4, 256, dtype=torch.bfloat16), routing(problem, 4, 0, "cpu")
+    for gpu.capture in (1, 2, 0):
+        executor.run(x, Indexed(routed.ids, routed.weights), torch.empty_like(x))
+    read = {
+        read_argument(launch, name)
+        for program in launched.programs
+        for step, launch in zip(program.bindings.steps, program.bindings.launches)
+        for name, value in step.values.items()
+        if isinstance(value, Ref) and value.name == "pre_scale"
+    }
+    launched.programs.clear()
+    executor.forget()
+    gc.collect()
+    alive = [tensor for tensor in (known() for known in made) if tensor is not None]
+    assert read and {tensor.data_ptr() for tensor in alive} == read
+    assert all(bool((tensor == 1).all()) for tensor in alive) and len(made) == len(read) == 2
 
 
 def test_no_fast_call_is_made_from_another_gpu(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

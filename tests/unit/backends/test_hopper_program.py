@@ -81,11 +81,10 @@ def test_single_linear_layers(gpu: FakeDriver, tokens: int, launches: int) -> No
 
 
 def test_pre_scales_are_not_decoded_slot_by_slot(gpu: FakeDriver) -> None:
-    """Such a layer prepares its rows first. A matrix without pre-scales gets ones."""
+    """Such a layer prepares its rows first."""
     x, routed = torch.zeros(4, 256, dtype=torch.bfloat16), routing(small_problem(), 4, 0, "cpu")
     call = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
     program = run_once(replace(small_problem(), pre_scale=True), 4, call)
-    assert [tensor.unique().tolist() for tensor in program.bindings.unit_pre_scales] == [[1.0], [1.0]]
     assert any(step.source.kernel == "prepare_rows" for step in steps(program.bindings.plan))
 
 

@@ -30,6 +30,8 @@ Resize = Callable[[int], None]
 # bits; of an integer the driver reads the lower half.
 _PLACES = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3, "expert_map": 4}
 _PLACES |= {name: 5 + i for i, name in enumerate(RoutingLayout._fields)}
+# Pre-scales of 1, by experts and columns: for all layers, and never freed, because captured graphs read them.
+_ONES: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Bindings:
     resizers: tuple[Resize, ...]
     with_caller: frozenset[int]  # indices of launches that take something of the caller as an argument
     workspace: Workspace | None  # kept alive here, unless it belongs to one captured call
-    unit_pre_scales: tuple[Tensor, ...]  # kept alive here: the launches hold their addresses
 
     @classmethod
     def bind(
@@ -83,7 +84,6 @@ class Bindings:
             tuple(binder.resizers),
             frozenset(i for i, step in enumerate(steps) if any(map(_is_from_caller, step.values.values()))),
             workspace if workspace.owned else None,
-            tuple(own["pre_scale"] for name, own in packed.items() if own is not weights[name]),
         )
 
 
@@ -140,8 +140,16 @@ def _with_pre_scale(gemm: GemmPlan, packed: Packed) -> Packed:
         return packed
     codes = packed["codes"]
     k = gemm.slices * gemm.form.slice_columns  # padded: at least as long as the input row
-    ones = outside_pools(codes.device, None, lambda: torch.ones(codes.shape[0], k, device=codes.device))
-    return {**packed, "pre_scale": ones}
+    return {**packed, "pre_scale": _ones(codes.shape[0], k, codes.device)}
+
+
+def _ones(experts: int, columns: int, device: torch.device) -> Tensor:
+    key = experts, columns, device
+    found = _ONES.get(key)
+    if found is None:
+        made = outside_pools(device, None, lambda: torch.ones(experts, columns, device=device))
+        found = _ONES.setdefault(key, made)
+    return found
 
 
 def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
