@@ -159,6 +159,22 @@ def test_reserved_memory_is_used_in_captures(gpu: FakeDriver, launched: Launched
     assert [program.bindings.workspace is None for program in launched.programs] == [False] * 4 + [True] * 2
 
 
+def test_branches_of_a_graph_do_not_share_reserved_memory(
+    gpu: FakeDriver, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run at the same time. The next capture may have another stream."""
+    layers, (_, x, call) = [layer_and_call(1)[0] for _ in range(2)], layer_and_call(1)
+    lancebill.reserve(torch.nn.ModuleList(layers), max_tokens=1)
+    stream = [0]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    for gpu.capture, on, layer in ((1, 0, 0), (1, 7, 1), (1, 0, 1), (2, 7, 0), (2, 0, 1)):
+        stream[0] = on
+        layers[layer](x, **call)
+    assert [program.bindings.workspace is not None for program in launched.programs] == [True, False, True, True, False]
+    first, branch, *_ = launched.counters()
+    assert first != branch
+
+
 def test_equal_layers_are_planned_once(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """To reserve: a model has dozens, and dozens of sizes."""
     asked: list[int] = []

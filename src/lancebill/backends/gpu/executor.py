@@ -71,8 +71,9 @@ class GpuExecutor(Executor):
             held = WORKSPACES.of_stream(device, stream, size)
             self._drop_outgrown()
             return held
-        if self.reserved is not None and self.reserved.memory.numel() >= size:
-            return self.reserved
+        reserved = self.reserved
+        if reserved is not None and reserved.memory.numel() >= size and reserved.serves(stream):
+            return reserved
         workspace = WORKSPACES.of_capture(device, stream, size, counting=plan.counts)
         if workspace.counters is not None:
             self.graph_memory[workspace.counters.data_ptr()] = workspace.counters

@@ -25,9 +25,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from lancebill.backends.limited_dict import LimitedDict
 from lancebill.jit import driver
 
 _ALIGN = 256
+_MOST_CAPTURES = 64  # at the same time
 FIRST, SECOND, COUNTERS = 0, 1 << 15, 1 << 16  # counters of the first GEMM's tiles and of the second's
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -40,10 +42,19 @@ class Workspace:
     counters: Tensor | None  # int32, all zero between calls; None for a captured call that counts nothing
     owned: bool = True  # by someone else than the call: programs bound to it may keep it
     lock: Lock = field(default_factory=Lock)  # held while a call queues its launches, which must not mix
+    # By capture, of reserved memory: the stream whose calls use it. Branches of a graph run at the same time.
+    branches: LimitedDict[int, int] = field(default_factory=lambda: LimitedDict(_MOST_CAPTURES))
 
     @property
     def addresses(self) -> list[int]:
         return [self.memory.data_ptr(), 0 if self.counters is None else self.counters.data_ptr()]
+
+    def serves(self, stream: int) -> bool:
+        """Whether calls of this stream may use reserved memory in the capture under way: those of the first one."""
+        capture = driver.capture_id(stream)
+        if capture not in self.branches:
+            self.branches[capture] = stream
+        return self.branches[capture] == stream
 
 
 class Workspaces:
