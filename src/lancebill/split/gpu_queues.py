@@ -45,7 +45,8 @@ class _GpuQueue:
         self.capturing = bool(torch._C._cuda_isCurrentStreamCapturing())
         self.stream = self._own_stream()
         self.number = self.stream.cuda_stream
-        self.key: Hashable = self.number, driver.capture_id(self.caller.cuda_stream) if self.capturing else None
+        capture = driver.capture_id(self.caller.cuda_stream) if self.capturing else None
+        self.key: Hashable = device.index or 0, self.number, capture  # default streams have one number on all GPUs
 
     def _own_stream(self) -> torch.cuda.Stream:
         return self.caller
