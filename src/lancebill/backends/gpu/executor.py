@@ -119,7 +119,7 @@ class GpuExecutor(Executor):
         Returns a function and not an object with `__call__`, which takes the host longer to call.
         """
         assert isinstance(plan, GpuPlan)
-        if _elsewhere(x) or _capturing():
+        if not _eager(x):
             return None
         program, tokens, tensors = (
             self.program(plan, x.device, self.workspace(plan, x.device)),
@@ -155,9 +155,7 @@ class GpuExecutor(Executor):
         """Further calls with an x like this one on this stream, as long as the weights have not moved; none in a
         capture, which has memory of its own."""
         assert isinstance(plan, GpuPlan)
-        if _elsewhere(x) or _capturing():
-            return None
-        if plan.work != SINGLE or x.dtype != plan.problem.input.storage or not is_dense(x):
+        if not _eager(x) or plan.work != SINGLE or x.dtype != plan.problem.input.storage or not is_dense(x):
             return None
         program = self.program(plan, x.device, self.workspace(plan, x.device))
         return linear_call(program, self.tensors, x, WORKSPACES)
@@ -190,9 +188,9 @@ def _capturing() -> bool:
     return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
-def _elsewhere(x: Tensor) -> bool:
-    """Whether x is on another GPU than the current one. Fast calls are for the current one."""
-    return bool(torch._C._cuda_getDevice() != (x.device.index or 0))
+def _eager(x: Tensor) -> bool:
+    """Whether x is on the current GPU, and nothing is being captured there: fast calls are for such calls."""
+    return bool(torch._C._cuda_getDevice() == (x.device.index or 0)) and not _capturing()
 
 
 def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
