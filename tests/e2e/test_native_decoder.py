@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import tiny  # noqa: E402
 
 from lancebill import from_pretrained  # noqa: E402
 from lancebill.backends.cpu.native import library  # noqa: E402
+from lancebill.cli.answering import Answering, AnswerOptions  # noqa: E402
 from lancebill.integrations.transformers import native_decoder as native_decoders  # noqa: E402
 from lancebill.integrations.transformers.native_decoder import NativeDecoder, native_decoder  # noqa: E402
 from lancebill.serving.ragged import RaggedModel, runner  # noqa: E402
@@ -154,3 +156,15 @@ def test_wrong_steps_are_noticed(change: Any, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(model.lm_head, "forward", lambda x: change(head(x)))
     chosen = runner(model, decoder)
     assert isinstance(chosen, RaggedModel) and chosen.small is None
+
+
+def test_commands_draw_with_the_recommended_min_p(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1 only the most likely token is left."""
+    model = load("qwen3_moe", {}, tmp_path, monkeypatch)
+    answering = Answering(model, SimpleNamespace(eos_token_id=None), 3)
+    assert answering.runner is not None
+    likely = list(answering._tokens(PROMPT, AnswerOptions(12, 0.0, 1.0, 0)))
+    drawn = AnswerOptions(12, 2.0, 1.0, 0)
+    assert list(answering._tokens(PROMPT, drawn)) != likely
+    model.generation_config.min_p = 1.0
+    assert list(answering._tokens(PROMPT, drawn)) == likely

@@ -108,12 +108,12 @@ class Answering:
 
     def _tokens(self, prompt: list[int], wanted: AnswerOptions) -> Iterator[int | None]:
         """Generated tokens; the last is None if the model ended its answer."""
-        from lancebill.serving.recommended import repetition_penalty
+        from lancebill.serving.recommended import min_p, repetition_penalty
         from lancebill.serving.sampling import Sampling, choose
         from lancebill.serving.start import end_tokens
 
         drawn = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, seed=self.seed - 1)
-        how = replace(drawn, repetition_penalty=repetition_penalty(self.model))
+        how = replace(drawn, min_p=min_p(self.model), repetition_penalty=repetition_penalty(self.model))
         source, asked, ends = how.generator(), how.asked(prompt), end_tokens(self.model, self.tokenizer)
         sequence, new, earlier = self.runner.new_sequence(), prompt, list[int]()
         while len(earlier) < wanted.tokens:

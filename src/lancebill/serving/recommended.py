@@ -51,7 +51,7 @@ def recommended(model: Any) -> Sampling:
         temperature=1.0 if given.temperature is None else float(given.temperature),
         top_p=1.0 if given.top_p is None else float(given.top_p),
         top_k=int(given.top_k or 0),
-        min_p=_min_p(given.min_p),
+        min_p=min_p(model),
         repetition_penalty=penalty,
     )
 
@@ -63,7 +63,8 @@ def repetition_penalty(model: Any) -> float:
     return 1.0 if given is None else float(given)
 
 
-def _min_p(given: float | None) -> float:
+def min_p(model: Any) -> float:
+    given = model.generation_config.min_p
     if given is not None and not 0 <= given <= 1:
         raise SpecError("not a number from 0 to 1", where="generation_config, min_p", got=given)
     return float(given or 0)
