@@ -17,21 +17,30 @@ def matrix(dtype: torch.dtype) -> Tensor:
     return torch.randn(N, K, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+def biases() -> dict[str, Tensor | None]:
+    """Biases of [N]; a kernel that read their memory as dense fp32 would read other numbers, or beyond the end."""
+    wide = torch.randn(N, 3, generator=torch.Generator().manual_seed(3))
+    dense = wide[:, 1].contiguous()
+    others = {"bf16": dense.bfloat16(), "strided": wide[:, 1], "expanded": wide[0, :1].expand(N)}
+    return {"no bias": None, "fp32": dense, **others}
+
+
 def rows(*shape: int) -> Tensor:
     return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (2, 3), (narrow.MOST_ROWS + 1,)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["no bias", "fp32", "bf16", "strided", "expanded"])
 def test_the_product_is_that_of_the_fp32_matrix(
-    dtype: torch.dtype, shape: tuple[int, ...], biased: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, shape: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(narrow, "CONVERTED", 5 * K)  # with many rows: five rows of the matrix at a time
-    weight, x, bias = matrix(dtype), rows(*shape), torch.randn(N) if biased else None
+    weight, x, bias = matrix(dtype), rows(*shape), biases()[kind]
     made = narrow_linear(x, weight, bias)
     assert made.dtype == torch.float32 and made.shape == (*shape, N)
-    torch.testing.assert_close(made, torch.nn.functional.linear(x, weight.float(), bias))
+    wide = None if bias is None else bias.float()
+    torch.testing.assert_close(made, torch.nn.functional.linear(x, weight.float(), wide))
 
 
 def test_rows_may_have_any_strides_and_other_dtypes() -> None:

@@ -25,8 +25,9 @@ def is_supported() -> bool:
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times weight [N, K], both of any floating dtype, with a bias of x's dtype: [..., N]."""
+    """x [..., K] times weight [N, K], with a bias [N], all of any floating dtype: [..., N] in x's dtype."""
     library = native.library()
+    bias = None if bias is None else bias.to(x.dtype).expand(weight.shape[0]).contiguous()
     if library is None or x.dtype != torch.float32 or weight.dtype not in NARROW or not weight.is_contiguous():
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     columns = x.shape[-1]
