@@ -121,6 +121,7 @@ class TensorTable:
         self.tensors = tensors
         self.names = {matrix: {name: f"{matrix}_{name}" for name in held} for matrix, held in names.items()}
         keys = [key for held in self.names.values() for key in held.values()]
+        self._first = keys[0]
         # With one key, itemgetter would return the tensor instead of a tuple.
         self._all = itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
 
@@ -137,7 +138,7 @@ class TensorTable:
     @property
     def device(self) -> torch.device:
         """Where the tensors are now."""
-        return next(tensor.device for held in self.packed().values() for tensor in held.values())
+        return self._get(self._first).device
 
     def addresses(self) -> list[int]:
         """Where the tensors are now; empty when one is gone. Runs on every forward."""

@@ -47,7 +47,10 @@ class Device:
 
 
 def parse_device(device: str | torch.device) -> Device:
-    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (a GPU of this machine), or torch's own device."""
+    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (a GPU of this machine), or torch's own device.
+
+    `cuda` is torch's current GPU, as everywhere in torch: each rank of a job has its own.
+    """
     name = str(device)
     if name == "cpu":
         return Device("cpu")
@@ -59,8 +62,9 @@ def parse_device(device: str | torch.device) -> Device:
         raise SpecError(f"unknown device '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
     import torch
 
-    index = int(installed[1] or 0)
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(installed[1]) if installed[1] else torch.cuda.current_device() if count else 0
+    if index >= count:
         raise SpecError(f"this machine has no {name}", hint="`lancebill env` shows what torch sees")
     facts = torch.cuda.get_device_properties(index)
     return Device("cuda", _pretended() or 10 * facts.major + facts.minor, index, facts.multi_processor_count)

@@ -47,9 +47,16 @@ class Layout(ABC):
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Per expert: the shape and dtype of each tensor."""
 
-    @abstractmethod
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
-        """Write one expert's matrix into its rows; with a leading expert dimension, several experts' into theirs."""
+        """Write one expert's matrix into its rows; with a leading expert dimension, several experts' into theirs.
+
+        The weight may be on any device: packing reads addresses, so first it is moved to where it goes.
+        """
+        self._write(shape, weight.to(next(iter(out.values())).device), out)
+
+    @abstractmethod
+    def _write(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+        """`pack` of a weight whose tensors are on the device of `out`."""
 
     @abstractmethod
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
@@ -94,7 +101,7 @@ class PlainLayout(Layout):
             held["perm"] = ((k,), torch.int32)
         return held
 
-    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+    def _write(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         spec = shape.spec
         out["codes"].copy_(as_integer(_stream(weight) if spec.quantized else weight.codes))
         for i, scale in enumerate(weight.scales):

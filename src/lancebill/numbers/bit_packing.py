@@ -62,9 +62,13 @@ class Nibbles:
     @property
     def together(self) -> Tensor:
         """The source, with all matrices in one tensor."""
+        return self._joined(self.device) if self.apart else self.source
+
+    def _joined(self, device: torch.device) -> Tensor:
+        """`together` on this device, wherever each matrix is."""
         if not self.apart:
-            return self.source
-        return torch.stack([self._view_of(tensor) for tensor in self.apart]).view(self.source.shape)
+            return self.source.to(device)
+        return torch.stack([self._view_of(tensor).to(device) for tensor in self.apart]).view(self.source.shape)
 
     def _view_of(self, tensor: Tensor) -> Tensor:
         """One of the tensors that are apart, as `source` is a view of the first."""
@@ -113,7 +117,10 @@ class Nibbles:
         return Nibbles(self.together[expert], self.turn)
 
     def to(self, device: torch.device) -> Nibbles:
-        return Nibbles(self.together.to(device), self.turn)
+        """On this device; itself if it is there, so that matrices that are apart are not copied."""
+        if all(tensor.device == device for tensor in (self.source, *self.apart)):
+            return self
+        return Nibbles(self._joined(device), self.turn)
 
     def unsqueeze(self, axis: int) -> Nibbles:
         return Nibbles(self.data.unsqueeze(axis))

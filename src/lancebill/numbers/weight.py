@@ -136,7 +136,11 @@ class LogicalWeight:
 
     def to(self, device: torch.device) -> LogicalWeight:
         """All tensors on this device; itself if they are."""
-        return self if self.device == device else self._map_tensors(lambda t: t.to(device))
+        held: list[Tensor | Nibbles | None] = [self.stored, self.bias, self.perm, *self.inputs.values()]
+        held += [tensor for _, tensor in self.levels()]
+        if all(tensor is None or tensor.device == device for tensor in held):
+            return self
+        return self._map_tensors(lambda tensor: tensor.to(device))
 
     def rows(self, index: Tensor) -> LogicalWeight:
         """Rows `index`, in that order. Blocks along N are refined to single rows first."""

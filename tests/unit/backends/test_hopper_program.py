@@ -88,6 +88,14 @@ def test_pre_scales_are_not_decoded_slot_by_slot(gpu: FakeDriver) -> None:
     assert any(step.source.kernel == "prepare_rows" for step in steps(program.bindings.plan))
 
 
+@pytest.mark.parametrize("name", ["codes", "scales", "factors"])
+def test_weights_on_another_device_are_not_bound(gpu: FakeDriver, name: str) -> None:
+    made = make_layer(small_problem(), "hopper", "cpu", distinct=1)
+    made.weights["w2"][name] = made.weights["w2"][name].to("meta")
+    with pytest.raises(LaunchError, match=f"w2.{name} is not where the kernel reads; expected cpu; got meta"):
+        bind_program(small_problem(), 1, made)
+
+
 def test_argument_slots_and_shared_arguments(gpu: FakeDriver) -> None:
     values = [("map", bytes(range(128))), ("pointer", (7).to_bytes(8, "little")), ("count", (5).to_bytes(4, "little"))]
     launch = driver.Launch(1, 256, 0, 0, values, False, {})

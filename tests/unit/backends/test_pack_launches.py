@@ -15,7 +15,7 @@ from fake_driver import FakeDriver, fake_load_kernel
 from lancebill.backends.gpu import layout as layouts
 from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.errors import CompileError
+from lancebill.errors import CompileError, LaunchError
 from lancebill.jit import driver, load
 from lancebill.numbers.unusual import assuming
 from lancebill.numbers.weight import same_bits, stack_experts
@@ -90,6 +90,14 @@ def test_codes_that_are_apart_are_found_by_their_distance(fake: FakeDriver, monk
         each = 2 * EXPERTS // len(stored.apart)  # gate and up of one tensor share its place
         want = [(tensor.data_ptr() - first) // 4 for tensor in stored.apart for _ in range(each)]
         assert isinstance(tables[-1], torch.Tensor) and tables[-1].tolist() == want
+
+
+def test_a_launch_refuses_tensors_of_another_device(fake: FakeDriver) -> None:
+    here, codes = torch.device("cpu"), torch.zeros(4, dtype=torch.int32)
+    for values, device in (({"codes": codes}, torch.device("cuda", 0)), ({"codes": codes.to("meta")}, here)):
+        with pytest.raises(LaunchError, match=f"codes is not where the kernel reads; expected {device}"):
+            pack_on_gpu.launch(pack_on_gpu.code_source, (), values, 1, device)
+    assert fake.launched == 0
 
 
 def pointer(launch: driver.Launch, name: str) -> int:

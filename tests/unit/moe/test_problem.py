@@ -166,7 +166,8 @@ def test_devices_are_plain_values() -> None:
 def test_a_gpu_may_count_as_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
     assert parse_device("cuda") == Device("cuda", 90, 0, 132)
     monkeypatch.setenv("LANCEBILL_GPU", "sm_86")
@@ -174,6 +175,12 @@ def test_a_gpu_may_count_as_an_older_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parse_device("cuda").torch == torch.device("cuda", 0)
     with pytest.raises(SpecError, match="another GPU"):
         _ = parse_device("sm_90").torch
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)  # a rank's own GPU
+    for name in ("cuda", torch.device("cuda")):
+        assert parse_device(name).index == 1 and parse_device(name).torch == torch.device("cuda", 1)
+    assert parse_device("cuda:0").index == 0
+    with pytest.raises(SpecError, match="no cuda:2"):
+        parse_device("cuda:2")
     monkeypatch.setenv("LANCEBILL_GPU", "rtx")
     with pytest.raises(SpecError, match="LANCEBILL_GPU"):
         parse_device("cuda")

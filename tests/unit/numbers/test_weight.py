@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from codes_apart import codes_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SPECS, random_weight, scalar_dequantize
@@ -281,6 +282,23 @@ def test_a_weight_moves_with_everything_it_has() -> None:
     moved = with_inputs(weight, input_scale=torch.tensor(1.0)).to(torch.device("meta"))
     held = [moved.codes, *moved.scales, moved.bias, moved.perm, *moved.inputs.values()]
     assert all(tensor is not None and tensor.device.type == "meta" for tensor in held)
+    for name in ("bias", "perm", "scales", "inputs"):  # what was left behind, or came later, is moved too
+        mixed = replace(moved, **{name: getattr(with_inputs(weight, input_scale=torch.tensor(1.0)), name)})
+        held = [*mixed.to(torch.device("meta"))._tensors().values()]
+        assert len(held) == 5 and all(tensor.device.type == "meta" for tensor in held), name
+
+
+def test_codes_that_are_apart_are_moved_from_wherever_each_is() -> None:
+    weight = stack_experts([weight_of("mxfp4", 4, 64, seed) for seed in range(2)])
+    stored = next(iter(codes_apart(weight, gated=False)))
+    assert stored.to(torch.device("cpu")) is stored  # and not copied
+    assert same_bits(stored.data, pack_bits(weight.codes, 4, torch.uint8))
+    for number in (0, 1):
+        apart = [*stored.apart]
+        apart[number] = apart[number].to("meta")
+        source = apart[0].expand(2, *apart[0].shape)
+        moved = replace(weight, stored=Nibbles(source, apart=tuple(apart))).to(torch.device("meta"))
+        assert {tensor.device.type for tensor in moved._tensors().values()} == {"meta"} and not moved.stored.apart
 
 
 def test_nibbles_are_cut_between_two_codes_of_a_byte() -> None:

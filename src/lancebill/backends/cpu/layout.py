@@ -93,7 +93,7 @@ class CpuLayout(Layout):
                 native.huge_pages(tensor)
         return packed
 
-    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+    def _write(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         form = self.form(shape)
         _require_finite_levels(weight)
         self._write_codes(shape, form, weight, out["codes"])

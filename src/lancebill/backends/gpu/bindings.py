@@ -19,6 +19,7 @@ from lancebill.backends.call_signature import RoutingLayout
 from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, scratch
 from lancebill.backends.gpu.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from lancebill.backends.gpu.workspace import Workspace, outside_pools, views
+from lancebill.jit.address import address_on
 from lancebill.jit.driver import Launch, use_context
 from lancebill.jit.load import MappedMatrix, prepare_launch
 from lancebill.jit.load import Value as Bound
@@ -94,7 +95,7 @@ class _Binder:
         self, plan: GpuPlan, device: torch.device, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         assert plan.rule is not None
-        self.device, self.stream, self.tensors, self.overlap = device.index or 0, stream, tensors, plan.rule.overlap
+        self.device, self.stream, self.tensors, self.overlap = device, stream, tensors, plan.rule.overlap
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.caller = (ctypes.c_uint64 * (5 + len(RoutingLayout._fields) if plan.work == INDEXED else 3))()
         self.mapped: list[tuple[Launch, str]] = []
@@ -106,10 +107,10 @@ class _Binder:
         values: dict[str, Bound] = {}
         for name, value in step.values.items():
             if isinstance(value, Ref):
-                values[name] = _address(value, self.tensors)
+                values[name] = self._address(value)
             else:
                 values[name] = 0 if callable(value) else value
-        launch = prepare_launch(step.source, self.device, self.stream, values, dependent=self.overlap)
+        launch = prepare_launch(step.source, self.device.index or 0, self.stream, values, dependent=self.overlap)
         for name, value in step.values.items():
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
                 self.mapped.append((launch, name))
@@ -119,6 +120,16 @@ class _Binder:
                 self.resizers.append(_set_integer(launch.integer_slot(name), value))
         self.resizers.append(self._set_grid(launch, step))
         return launch
+
+    def _address(self, ref: Ref) -> Bound:
+        """A pointer, or the matrix behind a tensor map; 0 for what the caller gives."""
+        if ref.owner == CALL:
+            return 0
+        tensor = self.tensors[ref.owner][ref.name]
+        address, count = address_on(tensor, self.device, f"{ref.owner}.{ref.name}"), tensor.numel()
+        if ref.mapped is None:
+            return address + ref.offset
+        return MappedMatrix(address, (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
 
     def _set_grid(self, launch: Launch, step: Step) -> Resize:
         resident = self.processors * step.persistent
@@ -150,17 +161,6 @@ def _ones(experts: int, columns: int, device: torch.device) -> Tensor:
         made = outside_pools(device, None, lambda: torch.ones(experts, columns, device=device))
         found = _ONES.setdefault(key, made)
     return found
-
-
-def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
-    """A pointer, or the matrix behind a tensor map; 0 for what the caller gives."""
-    if ref.owner == CALL:
-        return 0
-    tensor = tensors[ref.owner][ref.name]
-    if ref.mapped is None:
-        return tensor.data_ptr() + ref.offset
-    count = tensor.numel()
-    return MappedMatrix(tensor.data_ptr(), (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
 
 
 def _set_integer(slot: ctypes.c_int32, value: Callable[[int], int]) -> Resize:

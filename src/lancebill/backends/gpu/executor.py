@@ -20,6 +20,7 @@ from lancebill.backends.gpu.tiles import bucket, buckets
 from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, outside_pools, reserve_workspace
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
+from lancebill.jit.address import require_on
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
 from lancebill.moe.problem import CONTIGUOUS, INDEXED, Problem
@@ -57,7 +58,9 @@ class GpuExecutor(Executor):
 
     def run_plan(self, plan: GpuPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call on the current stream."""
-        index = x.device.index or 0
+        on = self.tensors.device  # the scratch memory must be there too, and no kernel reads another device's x
+        require_on(on, x=x, out=out)
+        index = on.index or 0
         if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
             with torch.cuda.device(index):
                 return self.run_plan(plan, x, dispatch, out)
@@ -93,7 +96,9 @@ class GpuExecutor(Executor):
         hidden: Tensor | None = None,
         input_ids: Tensor | None = None,
     ) -> Routed:
-        index = logits.device.index or 0
+        on = self.tensors.device
+        require_on(on, router_logits=logits)
+        index = on.index or 0
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.route(routing, logits, router, hidden, input_ids)

@@ -27,6 +27,7 @@ from lancebill.backends.gpu.kernels.unpack_scales import row_shift
 from lancebill.backends.gpu.kernels.weight_form import HALF, ROWS, WeightForm
 from lancebill.backends.gpu.pack_on_gpu import RowNumbers
 from lancebill.backends.gpu.scale_rules import EXPONENT_RANGE, BaseRule, base_rule, units
+from lancebill.jit.address import address_on
 from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
@@ -92,7 +93,7 @@ class FragmentLayout(Layout):
             tensors["perm"] = (shape.k,), torch.int32
         return tensors
 
-    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+    def _write(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         form = self.form(shape)
         if not self._pack_on_gpu(shape, form, weight, out):
             codes, scales, factors = self._scales(shape, form, weight)
@@ -172,7 +173,7 @@ class FragmentLayout(Layout):
         """Codes in fragment order by a kernel; False if there is none."""
         if not on_gpu(out):
             return False
-        addresses = [tensor.data_ptr() for tensor in codes.apart] if isinstance(codes, Nibbles) else []
+        addresses = [address_on(tensor, out.device) for tensor in codes.apart] if isinstance(codes, Nibbles) else []
         if isinstance(codes, Nibbles) and addresses and not _found_by_address(codes, addresses):
             codes, addresses = Nibbles(codes.together, codes.turn), []
         gated = self.problem.is_gated(shape.name)

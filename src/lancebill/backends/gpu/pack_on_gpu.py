@@ -24,6 +24,7 @@ from lancebill.backends.gpu.kernels.weight_form import WeightForm
 from lancebill.backends.gpu.scale_rules import EXPONENT_RANGE, base_rule, units
 from lancebill.backends.gpu.target import compile_target
 from lancebill.errors import CompileError
+from lancebill.jit.address import address_on
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.driver import Launch, in_context
 from lancebill.jit.load import prepare_launch
@@ -153,7 +154,7 @@ _prepared = _Prepared()
 def launch(make: Make, key: tuple[object, ...], values: Values, programs: int, device: torch.device) -> bool:
     """Launch the kernel `make(*key)` on the current stream; False if it is not compiled and cannot be."""
     index = device.index or 0
-    arguments = {name: _argument(value) for name, value in values.items()}
+    arguments = {name: _argument(name, value, device) for name, value in values.items()}
     stream = torch.cuda.current_stream(device).cuda_stream
     with in_context(index):
         held = _prepared.launches.get((make, key, index))
@@ -172,8 +173,8 @@ def launch(make: Make, key: tuple[object, ...], values: Values, programs: int, d
     return True
 
 
-def _argument(value: Tensor | int | None) -> int:
-    return value.data_ptr() if isinstance(value, Tensor) else value or 0
+def _argument(name: str, value: Tensor | int | None, device: torch.device) -> int:
+    return address_on(value, device, name) if isinstance(value, Tensor) else value or 0
 
 
 def _slots(source: KernelSource, launch: Launch) -> dict[str, ctypes.c_uint64 | ctypes.c_int32]:

@@ -40,7 +40,7 @@ class HummingLayout(Layout):
             "weight_scale": ((wide, high), kind),
         }
 
-    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+    def _write(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         (n, k), bits = padded(shape), shape.spec.dtype.bits
         codes = torch.nn.functional.pad(weight.codes, (0, k - shape.k, 0, n - shape.n))
         codes = _reverse_lower_half(codes) if _stores_reversed(shape) else codes

@@ -1,0 +1,31 @@
+"""Addresses of tensors for kernels of a GPU: nothing else hands them one.
+
+A kernel that reads host memory, or that of another GPU, ends with an illegal access and takes the process's context
+with it. So an address leaves torch only here, of a tensor that is where the kernel runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lancebill.errors import LaunchError
+
+
+def address_on(tensor: Tensor, device: torch.device, name: str = "a tensor") -> int:
+    """Where kernels on `device` find the tensor."""
+    if tensor.device != device:
+        raise LaunchError(f"{name} is not where the kernel reads", expected=device, got=tensor.device)
+    return tensor.data_ptr()
+
+
+def require_on(device: torch.device, **given: Tensor | None) -> None:
+    """Raise for an input of a call that is on another device than what computes it."""
+    for name, tensor in given.items():
+        if tensor is not None and tensor.device != device:
+            raise LaunchError(
+                f"{name} is on another device than the layer",
+                expected=device,
+                got=tensor.device,
+                hint="move the input, or the layer with `.to()`",
+            )
