@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from lancebill.backends.ampere.plan import make_plan as ampere_plan
+from lancebill.backends.ampere.tuning import policy as ampere
+from lancebill.backends.gpu.kernels.limits import MOST_SLOTS
 from lancebill.backends.gpu.kernels.weight_form import (
     BF16,
     E2M1_CODE,
@@ -20,7 +24,7 @@ from lancebill.backends.gpu.kernels.weight_form import (
     NO_SCALE,
     WeightForm,
 )
-from lancebill.backends.gpu.plan import MOST_SIZES, GpuPlan
+from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.tiles import Rule, bucket, buckets
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
@@ -32,6 +36,8 @@ from lancebill.bench.sustained import Steady
 from lancebill.bench.tuning import Journal, Search, TuningLayer, plan_of
 from lancebill.bench.workload import Batch
 from lancebill.cli.main import app
+from lancebill.errors import SpecError
+from lancebill.moe.device import Device
 from lancebill.testing.layers import layer_problem
 
 FLAGS = Rule.parse("16+8")
@@ -43,7 +49,7 @@ def cell(tokens: int, layer: str = "a", kind: str = search.SIXTEEN_BIT) -> Cell:
 
 
 def test_candidates_fit_the_rows() -> None:
-    few, many = search.first_round(cell(16), FLAGS), search.first_round(cell(16384), FLAGS)
+    few, many = search.first_round(cell(5), FLAGS), search.first_round(cell(16384), FLAGS)
     assert Candidate() in few and Candidate() not in many  # decoding is tried for few slots only
     assert max(c.rule.full_tile for c in few if c.rule) <= 24
     assert min(c.rule.full_tile for c in many if c.rule) == 128
@@ -185,10 +191,45 @@ def wrong_with_48(plan: GpuPlan, packed: object, batch: Batch, out: Tensor) -> T
     return torch.ones_like(out) * (1 + (plan.gemm("w13").tiles[0].sizes == (48,)))
 
 
+PLANS: dict[str, tuple[ModuleType, Callable[..., GpuPlan]]] = {
+    "hopper": (hopper, make_plan),
+    "ampere": (ampere, lambda problem, tokens, **tried: ampere_plan(problem, tokens, Device("cuda", 80), **tried)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_tuning_data_make_a_kernel_decode_more_slots_than_it_holds(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would leave the results of further slots zero. A plan that was asked for is refused."""
+    (policy, plan), problem = PLANS[name], layer_problem("mxfp4", "bf16", **SIZES)
+    slots = {tokens: plan(problem, tokens).slots for tokens in range(1, 20)}
+    data, many = dict(policy.data()), 96
+    data["decode_slots"] = dict.fromkeys(data["decode_slots"], many) if name == "hopper" else many
+    monkeypatch.setattr(policy, "data", lambda: data)
+    assert {plan(problem, tokens).decode for tokens, count in slots.items() if count <= MOST_SLOTS} == {True}
+    for tokens, count in slots.items():
+        if count > MOST_SLOTS:
+            assert not plan(problem, tokens).decode
+            with pytest.raises(SpecError, match=r"(?s)do not hold so many slots.*<= 32"):
+                plan(problem, tokens, decode=True)
+
+
+def test_the_search_decodes_only_what_kernels_hold() -> None:
+    tried = {slots: Candidate() in search.first_round(Cell("a", search.SIXTEEN_BIT, slots, slots, 256), FLAGS)
+             for slots in (MOST_SLOTS, MOST_SLOTS + 1)}  # fmt: skip
+    assert tried == {MOST_SLOTS: True, MOST_SLOTS + 1: False}
+
+
+@pytest.mark.parametrize("tiles", ["128/112/96/80/64/48/32/24/16", "256", "12", "0", "64/32+264j"])
+def test_token_tiles_that_no_kernel_has_are_refused(tiles: str) -> None:
+    with pytest.raises(SpecError, match="no kernel has these token tiles"):
+        Rule.parse(tiles)
+
+
 def test_the_search_covers_every_tile_list_of_the_data() -> None:
     rules = [entry for kind in (search.SIXTEEN_BIT, search.EIGHT_BIT) for entry in hopper.data()[kind]]
     assert rules and {entry["tiles"] for entry in rules} <= set(search.TILES)
-    assert all(len(Rule.parse(tiles).sizes) <= MOST_SIZES for tiles in search.TILES)
 
 
 def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

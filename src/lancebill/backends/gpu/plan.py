@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lancebill.backends.base import Plan
+from lancebill.backends.gpu.kernels.limits import MOST_SIZES, MOST_SLOTS
 from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.roofline import activated_experts
@@ -17,7 +18,6 @@ from lancebill.errors import SpecError
 from lancebill.moe.problem import FAST, INDEXED, Problem
 
 SINGLE = "single"
-MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispatch_combine.py
 SMALL = 256  # most tokens that a single launch dispatches
 _FEWEST_COUNTED, _MOST_COUNTED = 128, 1024  # slots that one program counts
 _COUNTING = 128  # programs that run at once
@@ -75,6 +75,9 @@ class GpuPlan(Plan):
     def __post_init__(self) -> None:
         if self.problem.experts < 1:  # a part of a split layer may have none, and is not computed then
             raise SpecError("there is nothing to plan without experts", where="experts", expected=">= 1", got=0)
+        if self.decode and self.slots > MOST_SLOTS:
+            what = "the kernels for one tile per slot do not hold so many slots"
+            raise SpecError(what, where="decode", expected=f"<= {MOST_SLOTS}", got=self.slots)
 
     @property
     def work(self) -> str:
@@ -142,10 +145,11 @@ def form_notes(forms: Sequence[WeightForm]) -> tuple[str, ...]:
 
 
 def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
-    """Whether kernels with one tile per slot can compute this: they read the caller's rows, and there is a counter for
-    each tile. With few experts, slots share experts, whose weights would be read for every slot."""
+    """Whether kernels with one tile per slot can compute this: they read the caller's rows, and there is a lane for
+    each slot and a counter for each tile. With few experts, slots share experts, whose weights would be read for every
+    slot."""
     problem = plan.problem
-    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST:
+    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST or plan.slots > MOST_SLOTS:
         return False
     if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
         return False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lancebill.backends.gpu.kernels.limits import LARGEST_SIZE, MOST_SIZES
+from lancebill.errors import SpecError
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -73,6 +76,11 @@ class Rule:
     overlap: bool  # programmatic dependent launch
     paired: bool = False  # small tiles take two units where the matrix has an even number of them
     full: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) > MOST_SIZES or not all(0 < size <= LARGEST_SIZE and size % 8 == 0 for size in self.sizes):
+            expected = f"up to {MOST_SIZES} multiples of 8 up to {LARGEST_SIZE}"
+            raise SpecError("no kernel has these token tiles", expected=expected, got=self.tiles)
 
     @property
     def sizes(self) -> tuple[int, ...]:

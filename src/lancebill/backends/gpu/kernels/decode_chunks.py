@@ -1,8 +1,9 @@
 """Which tiles exist when decoding, and how their stages are cut into chunks (Gluon).
 
-There are at most 32 slots, one for each lane of a warp. Padding and slots of other ranks' experts have no tiles. The
-others, the local slots, are numbered in order: number i has tiles i * units to (i + 1) * units - 1. The stages of all
-tiles form one sequence, which is cut into chunks of equal length. The part of a tile that is in one chunk is a piece.
+There are at most MOST_SLOTS slots, one for each lane of a warp. Padding and slots of other ranks' experts have no
+tiles. The others, the local slots, are numbered in order: number i has tiles i * units to (i + 1) * units - 1. The
+stages of all tiles form one sequence, which is cut into chunks of equal length. The part of a tile that is in one chunk
+is a piece.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lancebill.backends.gpu.kernels import slots
+from lancebill.backends.gpu.kernels.limits import MOST_SLOTS
 
 load_experts = gluon.jit(slots.load_experts.fn)
+LANES = gl.constexpr(MOST_SLOTS)
 
 
 @gluon.jit
@@ -23,7 +26,7 @@ def count_bits(mask):
 @gluon.jit
 def find_local_slots(ids, top_k, total_slots, WARPS: gl.constexpr):
     """(mask of the local slots; by slot: its number among them, or -1; by slot: itself and its expert in one word)."""
-    slot = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    slot = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))
     token = slot // top_k
     e = load_experts(ids, token, slot - token * top_k, slot < total_slots)
     bit = 1 << slot

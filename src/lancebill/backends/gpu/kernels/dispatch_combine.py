@@ -16,10 +16,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lancebill.backends.gpu.kernels.convert_row import prepare_row, stored_columns
+from lancebill.backends.gpu.kernels.limits import MOST_SIZES
 from lancebill.backends.gpu.kernels.slots import load_experts, load_weights
 from lancebill.backends.gpu.kernels.tile_sizes import launch_of, launches_padded, size_of
 
-CLASSES = tl.constexpr(8)  # the most tile sizes, and the most launches of a GEMM
+CLASSES = tl.constexpr(MOST_SIZES)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from lancebill.backends.gpu.kernels import dequant, slots
-from lancebill.backends.gpu.kernels.decode_chunks import count_bits
+from lancebill.backends.gpu.kernels.decode_chunks import LANES, count_bits
 from lancebill.backends.gpu.kernels.dequant import form_of
 from lancebill.backends.gpu.kernels.epilogue import gated_activation, ungated_activation
 from lancebill.backends.gpu.kernels.gluon_names import view
@@ -98,8 +98,8 @@ def slot_strips(
 
 @gluon.jit
 def find_local_choices(ids, top_k):
-    """(how many choices are local; by choice, of at most 32: its number among them, or -1; itself and its expert)."""
-    choice = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    """(how many choices are local; by choice, of at most LANES: its number among them or -1; itself and its expert)."""
+    choice = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     e = load_experts(ids, 0, choice, choice < top_k)
     bit = 1 << choice
     mask = gl.sum(gl.where(e >= 0, bit, 0), 0)

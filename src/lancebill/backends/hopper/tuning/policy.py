@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lancebill.backends.gpu.chunks import Chunks, cut, equal_parts, even_chunks, one_tile_each, whole_tiles
+from lancebill.backends.gpu.kernels.limits import MOST_SLOTS
 from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.plan import GemmPlan
 from lancebill.backends.gpu.tiles import Rule, SlotStrips, Strips, Tile, power_of_two
@@ -31,7 +32,8 @@ _FILLED = 0.8  # the share of all rounds of tiles that blocks must at least be b
 _DECODE_BLOCKS = 3  # per SM, when decoding; or 2, see `decode_chunks`
 _TWO_PER_SM = 2 * _PROCESSORS
 _SHORT_TILE = 8  # stages
-MOST_FEW_ROWS = 16  # of one matrix that are one tile
+_FEW_ROWS = (8, 16)  # of one matrix that are one tile: its sizes
+MOST_FEW_ROWS = max(_FEW_ROWS)
 # How blocks share strips, by the bits of a code, then by rows and features: the strips, how many blocks per SM run at
 # once (None: there may be more than run at once), and the most slices of a row (None: any).
 _STRIPS: dict[int, tuple[tuple[Strips, int | None, int | None], ...]] = {
@@ -61,7 +63,6 @@ _MOST_READ = 48e6  # bytes of codes
 _FEWEST_BLOCKS_OF_SECOND = 1.3  # per SM
 _MOST_WARPS = 3200  # of the first GEMM: 24 per SM
 _MOST_HIDDEN = 512  # slices of hidden rows in shared memory
-_MOST_CHOICES = 32  # see `find_local_choices` in kernels/slot_strips.py
 _WASTED = 1.15  # how many slices a block may take for each that a row has
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
@@ -284,7 +285,7 @@ def slot_strips(top_k: int, first: GemmPlan, second: GemmPlan) -> SlotStrips | N
     read = sum(top_k * gemm.units * gemm.slices * gemm.form.slice_rows * 128 for gemm in (first, second))
     rows, slices = power_of_two(top_k), power_of_two(second.slices)
     few = second.units * 8 < _FEWEST_BLOCKS_OF_SECOND * _PROCESSORS
-    if few or read > _MOST_READ or rows * slices > _MOST_HIDDEN or top_k > _MOST_CHOICES:
+    if few or read > _MOST_READ or rows * slices > _MOST_HIDDEN or top_k > MOST_SLOTS:
         return None
     warps = 2 * top_k * first.units * 4  # with one part of K
     fitting = [p for p in (8, 4, 2) if p * warps <= _MOST_WARPS and first.slices > 8 * p]
@@ -295,7 +296,7 @@ def slot_strips(top_k: int, first: GemmPlan, second: GemmPlan) -> SlotStrips | N
 @cache
 def few_rows_tile(form: WeightForm, rows: int, blocks: int) -> Tile:
     """The pipeline of one matrix with all rows in one tile, for so many blocks per SM."""
-    tokens, slices = (8 if rows <= 8 else 16), decode_slices(form)
+    tokens, slices = next(size for size in _FEW_ROWS if rows <= size), decode_slices(form)
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS
     if room // stage_bytes(form, tokens, slices) < 3:
         slices //= 2

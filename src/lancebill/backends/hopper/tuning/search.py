@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from lancebill.backends.gpu.kernels.limits import MOST_SLOTS
 from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.tiles import Rule
 
@@ -25,7 +26,6 @@ TILES = (
 )  # fmt: skip
 _LOWEST, _HIGHEST = 0.4, 6.0  # range of the first tile's size over the rows per expert
 _ROOM = 16  # rows by which the first tile may exceed that range
-MOST_DECODED = 96  # most slots for which one tile per slot is tried
 
 
 def flags(rule: Rule) -> dict[str, Any]:
@@ -71,13 +71,13 @@ def kind_of(activations: str) -> str:
 
 
 def first_round(cell: Cell, in_use: Rule) -> list[Candidate]:
-    """Every tile list of plausible size, with the flags in use; decoding too if there are few slots."""
+    """Every tile list of plausible size, with the flags in use; decoding too where its kernels hold the slots."""
     candidates = [
         Candidate(replace(in_use, launches=rule.launches, full=rule.full))
         for rule in map(Rule.parse, TILES)
         if rule.full_tile <= _HIGHEST * cell.rows + _ROOM and rule.full_tile >= min(_LOWEST * cell.rows, 128)
     ]
-    return candidates + [Candidate()] * (cell.slots <= MOST_DECODED)
+    return candidates + [Candidate()] * (cell.slots <= MOST_SLOTS)
 
 
 def second_round(best: Rule) -> list[Candidate]:
