@@ -121,7 +121,7 @@ class TensorTable:
         self.tensors = tensors
         self.names = {matrix: {name: f"{matrix}_{name}" for name in held} for matrix, held in names.items()}
         keys = [key for held in self.names.values() for key in held.values()]
-        self._first = keys[0]
+        self._first = next(iter(keys), "")
         # With one key, itemgetter would return the tensor instead of a tuple.
         self._all = itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
 

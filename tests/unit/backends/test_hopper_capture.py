@@ -246,6 +246,28 @@ def test_outgrown_workspaces_are_freed(gpu: FakeDriver, monkeypatch: pytest.Monk
     assert again is not None and again(x, routed.ids, routed.weights, torch.empty_like(x))
 
 
+def test_programs_of_a_stream_outlive_the_growth_of_anothers_workspace(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines warm up new batch sizes on a stream of their own, and then go on where they were."""
+    stream, bound_for = [0], list[int]()
+    monkeypatch.setattr(bound, "graphs_available", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    bind = bindings.Bindings.bind
+    monkeypatch.setattr(bindings.Bindings, "bind", lambda *given: bound_for.append(given[4]) or bind(*given))
+    layer, *few = layer_and_call(1)
+    _, *many = layer_and_call(64)
+    for stream[0], (x, call) in ((0, few), (7, few), (7, many), (0, few), (7, many)):
+        for _ in range(2):
+            layer(x, **call)
+    assert bound_for == [0, 7, 7]
+    assert executing.WORKSPACES.eager[0, 0].memory.numel() < executing.WORKSPACES.eager[0, 7].memory.numel()
+    stream[0] = 0
+    for x, call in (many, few):
+        layer(x, **call)
+    assert bound_for == [0, 7, 7, 0, 0]  # its own has grown
+
+
 def test_a_capture_after_growth_destroys_nothing(gpu: FakeDriver) -> None:
     """Ascending sizes, then a capture: graphs that are bound to the smaller workspace go with the next eager call."""
     layer, x, call = layer_and_call(1)

@@ -41,7 +41,7 @@ class Bindings:
 
     plan: GpuPlan
     steps: tuple[Step, ...]
-    device: int
+    device: torch.device
     stream: int
     lock: Lock  # of the workspace
     launches: tuple[Launch, ...]
@@ -50,6 +50,11 @@ class Bindings:
     resizers: tuple[Resize, ...]
     with_caller: frozenset[int]  # indices of launches that take something of the caller as an argument
     workspace: Workspace | None  # kept alive here, unless it belongs to one captured call
+
+    @property
+    def index(self) -> int:
+        """The number of the GPU."""
+        return self.device.index or 0
 
     @classmethod
     def bind(
@@ -62,9 +67,8 @@ class Bindings:
         workspace: Workspace,
     ) -> Bindings:
         """Keeps addresses of the weights, not the tensors: a program does not keep a layer's weights alive."""
-        index = device.index or 0
         if device.type == "cuda":
-            use_context(index)
+            use_context(device.index)
         sizes = scratch(plan)
         packed = {name: _with_pre_scale(plan.gemm(name), own) for name, own in weights.items()}
         tensors: dict[str, Mapping[str, Tensor]] = {
@@ -76,7 +80,7 @@ class Bindings:
         return cls(
             plan,
             steps,
-            index,
+            device,
             stream,
             workspace.lock,
             tuple(binder.bind(step) for step in steps),

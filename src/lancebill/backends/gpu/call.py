@@ -11,6 +11,7 @@ from lancebill.backends.call_signature import ID_WORDS, WEIGHT_KINDS
 from lancebill.backends.gpu.plan import SINGLE, GpuPlan
 from lancebill.backends.gpu.program import ALIGNMENT
 from lancebill.errors import LaunchError
+from lancebill.jit.address import require_on
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED
 
@@ -49,7 +50,7 @@ def write_back(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
 
 
 def check_call(plan: GpuPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> None:
-    """Raise where a tensor is not what the kernels assume."""
+    """Raise where a tensor is not what the kernels on x's device assume."""
     problem, stored = plan.problem, plan.problem.input.storage
     columns = problem.w13.n if problem.w2 is None else problem.w2.n
     for name, tensor, shape in (("x", x, (*x.shape[:-1], problem.hidden)), ("out", out, (*x.shape[:-1], columns))):
@@ -58,8 +59,7 @@ def check_call(plan: GpuPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> Non
     for name, tensor, dtypes in (("x", x, (stored,)), ("out", out, (stored,)), *_dispatched(plan, x, dispatch)):
         if tensor.dtype not in dtypes:
             raise LaunchError(f"{name} has another dtype", expected=" or ".join(map(str, dtypes)), got=tensor.dtype)
-        if tensor.device != x.device:
-            raise LaunchError(f"{name} is on another device", expected=x.device, got=tensor.device)
+        require_on(x.device, **{name: tensor})
 
 
 def _dispatched(plan: GpuPlan, x: Tensor, dispatch: Dispatch) -> list[tuple[str, Tensor, Collection[torch.dtype]]]:

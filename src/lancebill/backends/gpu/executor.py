@@ -42,7 +42,7 @@ class GpuExecutor(Executor):
         super().__init__(backend, problem, device, tensors)
         self.steps = steps
         self.reserved: Workspace | None = None  # for captured calls
-        self._grown = WORKSPACES.grown  # as programs and fast calls have seen it
+        self._workspaces: dict[int, Workspace] = {}  # of eager calls, by stream: those that programs are bound to
         self._unread: Tensor | None = None  # see `run_linear`
         self.route_programs = RoutePrograms(compile_target(device.arch))
 
@@ -72,7 +72,10 @@ class GpuExecutor(Executor):
         stream, size = torch._C._cuda_getCurrentRawStream(device.index or 0), plan.workspace_bytes
         if not _capturing():
             held = WORKSPACES.of_stream(device, stream, size)
-            self._drop_outgrown()
+            before = self._workspaces.get(stream, held)
+            if before is not held:
+                self._drop_programs(stream)
+            self._workspaces[stream] = held
             return held
         reserved = self.reserved
         if reserved is not None and reserved.memory.numel() >= size and reserved.serves(stream):
@@ -82,11 +85,16 @@ class GpuExecutor(Executor):
             self.graph_memory[workspace.counters.data_ptr()] = workspace.counters
         return workspace
 
-    def _drop_outgrown(self) -> None:
-        """Drop programs if a workspace was outgrown since they were bound: they would keep its memory alive."""
-        if self._grown != WORKSPACES.grown:
-            self.drop_bound()
-            self._grown = WORKSPACES.grown
+    def _drop_programs(self, stream: int) -> None:
+        """Drop programs of eager calls on this stream: its workspace was outgrown, and they would keep it alive.
+
+        With all fast calls, which are made again of the programs that stay.
+        """
+        for key in list(self.made):
+            if isinstance(key, tuple) and key[2:] == (stream, False):
+                self.made.pop(key, None)
+        self.fast_calls.clear()
+        self.fast_linears.clear()
 
     def route(
         self,
@@ -126,16 +134,13 @@ class GpuExecutor(Executor):
         assert isinstance(plan, GpuPlan)
         if not _eager(x):
             return None
-        program, tokens, tensors = (
-            self.program(plan, x.device, self.workspace(plan, x.device)),
-            x.shape[0],
-            self.tensors,
-        )
-        signature, addresses = program.signature(tokens, x.device, mapped), tensors.addresses()
+        workspace, tokens, tensors = self.workspace(plan, x.device), x.shape[0], self.tensors
+        program = self.program(plan, x.device, workspace)
+        signature, addresses = program.signature(tokens, mapped), tensors.addresses()
         if signature is None:
             return None
-        run, device, stream = program.run_indexed, program.bindings.device, program.bindings.stream
-        count, workspaces, grown = 5 if mapped else 4, WORKSPACES, WORKSPACES.grown
+        run, device, stream = program.run_indexed, program.bindings.index, program.bindings.stream
+        count, current, key = 5 if mapped else 4, WORKSPACES.eager, (device, stream)
 
         def fast_call(*given: Tensor) -> bool:
             return (
@@ -144,7 +149,7 @@ class GpuExecutor(Executor):
                 and torch._C._cuda_getCurrentRawStream(device) == stream
                 and not torch._C._cuda_isCurrentStreamCapturing()
                 and tensors.addresses() == addresses
-                and workspaces.grown == grown
+                and current.get(key) is workspace
                 and run(tokens, signature, given)
             )
 
@@ -152,8 +157,9 @@ class GpuExecutor(Executor):
 
     def run_linear(self, x: Tensor, out: Tensor) -> Tensor:
         """Of a single matrix the kernels read no offsets, and making some would be a launch of its own."""
-        if self._unread is None:
-            self._unread = outside_pools(x.device, None, lambda: torch.zeros(2, dtype=torch.int64, device=x.device))
+        on = self.tensors.device
+        if self._unread is None or self._unread.device != on:
+            self._unread = outside_pools(on, None, lambda: torch.zeros(2, dtype=torch.int64, device=on))
         return self.run(x, Contiguous(self._unread), out)
 
     def linear_call(self, x: Tensor, plan: Plan) -> LinearCall | None:
@@ -162,8 +168,8 @@ class GpuExecutor(Executor):
         assert isinstance(plan, GpuPlan)
         if not _eager(x) or plan.work != SINGLE or x.dtype != plan.problem.input.storage or not is_dense(x):
             return None
-        program = self.program(plan, x.device, self.workspace(plan, x.device))
-        return linear_call(program, self.tensors, x, WORKSPACES)
+        workspace = self.workspace(plan, x.device)
+        return linear_call(self.program(plan, x.device, workspace), self.tensors, x, workspace, WORKSPACES)
 
     @classmethod
     def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
@@ -203,6 +209,7 @@ def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) ->
     plan = program.bindings.plan
     if isinstance(dispatch, Indexed) and _run_indexed(program, x, dispatch, out):
         return out
+    require_on(program.bindings.device, x=x)
     dtype = plan.problem.input.storage
     x, written = dense(x.to(dtype)), out
     if out.dtype != dtype or not is_dense(out):
@@ -225,6 +232,6 @@ def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) ->
 
 def _run_indexed(program: Program, x: Tensor, dispatch: Indexed, out: Tensor) -> bool:
     """Whether the kernels could read the tensors as they are, and ran."""
-    signature = program.signature(x.shape[0], x.device, dispatch.expert_map is not None)
+    signature = program.signature(x.shape[0], dispatch.expert_map is not None)
     given = call_tensors(x, dispatch, out)
     return signature is not None and program.run_indexed(x.shape[0], signature, given)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lancebill.backends.call_signature import CallSignature
@@ -70,21 +69,23 @@ class Program:
         self.run(tokens, (x, out, ids, weights, expert_map, *found.layout))
         return True
 
-    def signature(self, tokens: int, device: torch.device, mapped: bool) -> CallSignature | None:
+    def signature(self, tokens: int, mapped: bool) -> CallSignature | None:
         """What the tensors of an indexed call with this many tokens must be; None if the plan does not support it."""
         plan = self.bindings.plan
         found = self.signatures.get((tokens, mapped))
         if found is None and plan.work == INDEXED and 0 < tokens <= plan.tokens:
             problem = plan.problem
             rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
-            found = self.signatures[tokens, mapped] = CallSignature(rows, slots, problem.input.storage, device)
+            found = self.signatures[tokens, mapped] = CallSignature(
+                rows, slots, problem.input.storage, self.bindings.device
+            )
         return found
 
     def _launch(self) -> None:
         try:
             self._submit()
         except ContextError:  # a thread that has not used the GPU yet
-            use_context(self.bindings.device)
+            use_context(self.bindings.index)
             self._submit()
 
     def _submit(self) -> None:

@@ -62,16 +62,16 @@ class Workspaces:
 
     def __init__(self) -> None:
         self.eager: dict[tuple[int, int], Workspace] = {}
-        self.grown = 0  # how often one was outgrown
         self.counters: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
 
     def of_stream(self, device: torch.device, stream: int, size: int) -> Workspace:
-        """For eager calls. One that was outgrown lives until each layer's next call, which drops its programs."""
+        """For eager calls. One that was outgrown lives until each layer's next call on this stream, which drops the
+        programs that are bound to it; those of other streams and devices stay."""
         key = (device.index or 0, stream)
         held = self.eager.get(key)
         if held is None or held.memory.numel() < size:
             if held is not None:  # by half at least: it is made seldom, and all programs are bound again
-                size, self.grown = max(size, held.memory.numel() * 3 // 2), self.grown + 1
+                size = max(size, held.memory.numel() * 3 // 2)
             memory = outside_pools(device, stream, lambda: torch.empty(size, dtype=torch.uint8, device=device))
             if held is None:
                 held = Workspace(memory, outside_pools(device, stream, lambda: _zeros(device)))
