@@ -128,6 +128,10 @@ class UnsupportedFormat(LancebillError):
     """No format matches, several match, or a config value is not supported."""
 
 
+class CustomCode(UnsupportedFormat):
+    """A checkpoint cannot be loaded without running Python code that it names."""
+
+
 class CannotEncode(LancebillError):
     """The target format cannot store a weight or a spec."""
 

@@ -53,7 +53,10 @@ FIGURES: dict[str, tuple[Target, ...]] = {
         ),
         Target(
             "R6", "`pickle`, `torch.load`, `eval`, `exec`, remote code in the package", "0",
-            tests=(f"{UNIT}/test_architecture.py::test_nothing_from_a_file_is_executed",),
+            tests=(
+                f"{UNIT}/test_architecture.py::test_nothing_from_a_file_is_executed",
+                f"{UNIT}/test_architecture.py::test_one_module_calls_transformers_loaders",
+            ),
         ),
         Target("R7", "checkpoints made by real tools, against an independent decoder", "3 a format", "tools.py"),
     ),

@@ -180,7 +180,12 @@ def test_few_loose_modules() -> None:
 # Files are data: nothing from a file is executed.
 NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 NEVER_CALLED = {"eval", "exec", "compile", "__import__", "torch.load"}
-NEVER_WRITTEN = ("trust_remote_code", "weights_only")
+NEVER_WRITTEN = ("weights_only",)
+
+# transformers' loaders can run code that a checkpoint names: one module calls them, and says no in every call.
+LOADERS = "integrations/transformers/loaders.py"
+LOADING = {"from_pretrained", "from_config", "_from_config", "for_model", "pipeline", "get_class_from_dynamic_module"}
+LOADING_NAMES = re.compile(r"Auto[A-Z]\w*|pipelines?|dynamic_module_utils|get_class_\w+")
 
 # Attributes are declared and accessed with a dot. Access by name hides a wrong name from the type checker, so nothing
 # adds or removes attributes of our objects, and only these files look attributes up by name.
@@ -197,6 +202,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "integrations/transformers/experts_interface.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/fused_modules.py": ({"getattr"}, "an attribute that only some norms have"),
     "integrations/transformers/step_modules.py": ({"vars"}, "attributes that only some model families set"),
+    "integrations/transformers/loaders.py": ({"hasattr", "vars"}, "removes a key of a config and of those in it"),
     "integrations/transformers/packed_experts.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/pretrained.py": ({"hasattr", "delattr"}, "removes keys of a transformers config"),
     "integrations/vllm/registration.py": ({"vars", "setattr", "delattr"}, "puts replaced functions of vLLM back"),
@@ -251,6 +257,40 @@ def test_nothing_from_a_file_is_executed() -> None:
     imported += [(place, node.module or "") for place, node in _nodes(ast.ImportFrom)]
     assert not [place for place, module in imported if module.partition(".")[0] in NEVER_IMPORTED]
     assert not [(name, word) for name in FILES for word in NEVER_WRITTEN if word in _text(name)]
+
+
+def _loading(tree: ast.AST) -> Iterator[ast.AST]:
+    """Where a file loads something with transformers: `x.from_pretrained`, called or not, and imports of loaders."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in LOADING:
+            yield node
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transformers":
+            words = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+            if any(LOADING_NAMES.fullmatch(word) for word in words):
+                yield node
+
+
+def _says_no(call: ast.Call) -> bool:
+    return any(word.arg == "trust_remote_code" and ast.unparse(word.value) == "False" for word in call.keywords)
+
+
+def test_one_module_calls_transformers_loaders() -> None:
+    assert not [f"{name}: {ast.unparse(node)}" for name in FILES if name != LOADERS for node in _loading(_tree(name))]
+    assert [name for name in FILES if "trust_remote_code" in _text(name)] == [LOADERS]
+    calls = {id(node.func): node for node in _all_nodes(LOADERS) if isinstance(node, ast.Call)}
+    loading = [node for node in _loading(_tree(LOADERS)) if isinstance(node, ast.Attribute)]
+    assert len(loading) >= 5 and all(id(node) in calls and _says_no(calls[id(node)]) for node in loading)
+
+
+def test_calls_of_loaders_are_found() -> None:
+    for text in (
+        "AutoConfig.from_pretrained(path)", "load = kind.from_pretrained", "transformers.pipeline('text-generation')",
+        "from transformers import AutoTokenizer as T", "from transformers.dynamic_module_utils import resolve",
+        "from transformers.pipelines import pipeline",
+    ):  # fmt: skip
+        assert list(_loading(ast.parse(text))), text
+    for text in ("from_pretrained(path)", "tokenizer.save_pretrained(path)", "from transformers import CONFIG_MAPPING"):
+        assert not list(_loading(ast.parse(text))), text
 
 
 def test_attributes_are_not_accessed_by_name() -> None:

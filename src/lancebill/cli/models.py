@@ -100,8 +100,7 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     from lancebill.checkpoint.read.files import model_path
 
     try:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
+        from transformers import logging
     except ModuleNotFoundError:
         raise UnsupportedProblem(
             "transformers is not installed", hint="pip install 'lancebill[transformers]'"
@@ -116,10 +115,10 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         raise UnsupportedProblem("transformers reads a GGUF file's tokenizer with the package gguf", hint=hint)
     if has_config:  # before the tokenizer, for which transformers reads it too
         _check_config(path, options.get("dtype", "auto"))
-    tokenizer = _tokenizer(AutoTokenizer, path) if has_config else None  # first: its files are easily forgotten
+    tokenizer = _tokenizer(path) if has_config else None  # first: its files are easily forgotten
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
-    return model, tokenizer or _tokenizer(AutoTokenizer, path.parent, **({} if beside else {"gguf_file": path.name}))
+    return model, tokenizer or _tokenizer(path.parent, None if beside else path.name)
 
 
 def check_options(
@@ -165,10 +164,12 @@ def _check_config(path: Path, dtype: str) -> None:
         config_of(checkpoint, dtype)
 
 
-def _tokenizer(kind: Any, path: Path, **options: str) -> Any:
+def _tokenizer(path: Path, gguf_file: str | None = None) -> Any:
+    from lancebill.integrations.transformers.loaders import load_tokenizer
+
     hint = "copy the tokenizer's files (tokenizer_config.json, tokenizer.json ...) from the original model"
     try:
-        tokenizer = kind.from_pretrained(path, **options)
+        tokenizer = load_tokenizer(path, gguf_file)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CheckpointError("transformers cannot load a tokenizer", where=str(path), got=why, hint=hint) from None

@@ -65,14 +65,14 @@ def inspect_model(small: Path) -> None:
 
 def answer_questions(small: Path) -> None:
     """Ask the quantised model and stream its answers."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from lancebill.integrations.transformers.loaders import load_tokenizer
     from lancebill.integrations.transformers.pretrained import from_pretrained
     from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(small)
+    tokenizer = load_tokenizer(small)
     model = from_pretrained(small, dtype=torch.float32, activations="bf16")
     heading(f"Ask it: MXFP4 experts on {model.lancebill_reports()[0].choice.backend.name}.")
     out = ui.console()

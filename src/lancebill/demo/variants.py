@@ -72,14 +72,13 @@ def _machine() -> dict[str, Any]:
 
 def _measure(path: Path) -> Iterator[VariantRow]:
     """Keep one model in memory and reload its experts for each weight format."""
-    from transformers import AutoTokenizer
-
     from lancebill.evaluate.perplexity import perplexity
+    from lancebill.integrations.transformers.loaders import load_tokenizer
     from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
     from lancebill.integrations.transformers.pretrained import from_pretrained, reload_experts
     from lancebill.integrations.transformers.streaming import generate_streamed
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     text = tokenizer(TEXT, return_tensors="pt").input_ids[0][:WINDOW]
     prompt = dict(tokenizer(PROMPT, return_tensors="pt"))
     model = from_pretrained(path, dtype=torch.float32)

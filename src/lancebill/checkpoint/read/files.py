@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -21,6 +20,7 @@ from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_co
 from lancebill.checkpoint.read.file_bytes import open_read, reason
 from lancebill.checkpoint.read.gguf import read_gguf, split_files
 from lancebill.checkpoint.read.hub import INDEX, parse_hub_name
+from lancebill.checkpoint.read.links import TENSOR_SUFFIXES, check_link, check_links
 from lancebill.checkpoint.read.safetensors import read_header
 from lancebill.checkpoint.read.slices import Index, read_slice
 from lancebill.checkpoint.read.strict_json import read_json
@@ -38,7 +38,6 @@ from lancebill.formats.stored import Config, Stored
 
 MAX_NAME = 512  # characters of a tensor name: bounds the cost of pattern matching and of numbers in names
 MISTRAL_CONFIG = "params.json"
-TENSOR_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 INDEX_SUFFIX = ".index.json"
 
 
@@ -105,17 +104,15 @@ class Checkpoint:
         """Files of the folder that are neither tensors nor configs: tokenizer, templates ..."""
         if not self.path.is_dir():
             return ()
-        others = [
+        check_links(self.path)  # again: the folder may have changed
+        return tuple(
             file
             for file in sorted(self.path.iterdir())
             if file.is_file()
             and not file.name.startswith(".")
             and not file.name.endswith((*TENSOR_SUFFIXES, INDEX_SUFFIX))
             and file.name not in CONFIG_FILES
-        ]
-        for file in others:
-            _check_inside(file, self.path)
-        return tuple(others)
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -161,13 +158,14 @@ def _by_name(tensors: Iterable[TensorInfo], path: Path) -> dict[str, TensorInfo]
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    check_links(folder)
     if (folder / INDEX).exists():
         return _open_indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if files:
         _refuse_mistral(folder)
         for file in files:
-            _check_inside(file, folder)
+            check_link(file, folder)
         return Checkpoint(folder, read_config(folder), [t for file in files for t in read_header(file)], files=files)
     return _open_gguf_folder(folder)
 
@@ -199,7 +197,7 @@ def _open_indexed(folder: Path) -> Checkpoint:
     problems: list[CheckpointError] = []
     for file in files:
         if file.exists():
-            _check_inside(file, folder)
+            check_link(file, folder)
         else:
             what = "the index names a file that does not exist"
             hint = "download this file too, or wait until it is there"
@@ -243,28 +241,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _check_inside(file: Path, folder: Path) -> None:
-    """Refuse links that point outside the folder, unless the target is a tensor file by its name or place.
-
-    Hub caches link snapshots/<revision>/x to blobs/y, and people link shards that several checkpoints share. A link to
-    anything else (a device, a private file) comes from whoever made the checkpoint.
-    """
-    root = folder.resolve()
-    target = _resolved(file)
-    same_kind = target.suffix == file.suffix and (target.is_file() or not target.exists())
-    if not same_kind and not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):
-        raise MalformedFile("the link points outside the checkpoint folder", where=str(file), got=str(target))
-
-
-def _resolved(file: Path) -> Path:
-    """Where a link leads. Up to Python 3.12 `resolve` raises if that is the link itself, later it returns it."""
-    with suppress(RuntimeError):
-        target = file.resolve()
-        if not target.is_symlink():
-            return target
-    raise MalformedFile("the link points to itself", where=str(file))
-
-
 def _open_gguf_folder(folder: Path) -> Checkpoint:
     files = sorted(folder.glob("*.gguf"))
     models = sorted({split_files(file)[0] for file in files})
@@ -294,7 +270,7 @@ def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
     files = split_files(path)
     if folder is not None:
         for file in files:
-            _check_inside(file, folder)
+            check_link(file, folder)
     config, tensors = read_gguf(files)
     return Checkpoint(folder or path, config, tensors, files=files)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lancebill.checkpoint.read.file_bytes import opened
+from lancebill.checkpoint.read.links import check_link
 from lancebill.checkpoint.read.tensor_info import quoted
 from lancebill.errors import MalformedFile
 
@@ -51,7 +52,8 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """The JSON object in a file of a checkpoint."""
+    check_link(path, path.parent)
     with opened(path) as (file, size):
         if size > MAX_BYTES:
             raise MalformedFile("the JSON file is too large", where=str(path), expected=f"<= {MAX_BYTES}", got=size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.gguf import read_metadata
@@ -99,7 +99,7 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
         what, hint = "this version of transformers does not know the model", "pip install --upgrade transformers"
         raise UnsupportedProblem(what, where=where, got=model_type, hint=hint)
     try:
-        return AutoConfig.for_model(model_type, **_sections(values))
+        return CONFIG_MAPPING[model_type](**_sections(values))
     except Exception as error:
         raise MalformedFile("transformers refuses these metadata", where=where, got=error) from error
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,7 +25,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -54,6 +53,13 @@ from lancebill.integrations.transformers.freed_memory import give_back_freed
 from lancebill.integrations.transformers.fused_modules import fuse
 from lancebill.integrations.transformers.gguf_config import config_of as gguf_config_of
 from lancebill.integrations.transformers.graphed_generation import Decoding, GraphedGeneration
+from lancebill.integrations.transformers.loaders import (
+    custom_code,
+    load_config,
+    load_generation_config,
+    load_model,
+    refusing,
+)
 from lancebill.integrations.transformers.narrow_modules import keep_narrow
 from lancebill.integrations.transformers.other_tensors import LazyTensor, lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
@@ -106,6 +112,15 @@ class PackedModel(GraphedGeneration):
         """Write a standard checkpoint in the experts' format; see `save_pretrained.save_packed`."""
         assert isinstance(self, PreTrainedModel)
         save_packed(self, self.lancebill_origin, Path(save_directory), rest=self.lancebill_rest, **options)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, without the ways of decoding that transformers downloads as code."""
+        with refusing("generate", "a way of decoding that is code on the hub"):
+            return super().generate(*args, **kwargs)
+
+    def load_custom_generate(self, pretrained_model_name_or_path: Any = None, **_: Any) -> NoReturn:
+        """Refuses the code that `generate(custom_generate=...)` names; functions are taken."""
+        raise custom_code(str(pretrained_model_name_or_path), "custom_generate")
 
     def lancebill_reports(self) -> LoadReports:
         """The load report of each layer: specs, bytes, the backend and why it was chosen. Prints as a table."""
@@ -171,7 +186,7 @@ def from_pretrained(
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
         kind = type(model.generation_config or GenerationConfig())  # some models have a class of their own
-        model.generation_config = kind.from_pretrained(folder)
+        model.generation_config = load_generation_config(kind, folder)
     model.config.name_or_path = model.name_or_path = str(path)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
     return model
@@ -190,7 +205,7 @@ def _other_tensors(
 def _without_experts(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
     """The model as transformers loads it, its experts still empty."""
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_loaded` names the tensors
-    model, info = packed_class(class_of(config)).from_pretrained(None, config=config, **options)
+    model, info = load_model(packed_class(class_of(config)), config, **options)
     _check_loaded(info, folder)
     return model
 
@@ -265,9 +280,7 @@ def config_of(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretrai
     The quantisation section is removed: transformers would otherwise try to quantise the model itself.
     """
     try:
-        config = (
-            gguf_config_of(checkpoint) if checkpoint.path.is_file() else AutoConfig.from_pretrained(checkpoint.path)
-        )
+        config = gguf_config_of(checkpoint) if checkpoint.path.is_file() else load_config(checkpoint.path)
     except _REFUSALS as error:
         kind = checkpoint.config.model.get("model_type")
         if not isinstance(kind, str) or kind in CONFIG_MAPPING:

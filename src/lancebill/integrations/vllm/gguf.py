@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
@@ -27,6 +26,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.errors import CheckpointError, UnsupportedProblem
 from lancebill.integrations.transformers import gguf_models
 from lancebill.integrations.transformers.gguf_config import config_of
+from lancebill.integrations.transformers.loaders import load_tokenizer, model_of
 from lancebill.integrations.vllm.takeover import Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
 
@@ -58,7 +58,7 @@ def _tensors(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Iterat
     with torch_defaults():
         experts = ModelExperts.from_checkpoint(checkpoint).manifest().expert_tensors
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            model = model_of(folder)
         others = gguf_models.lazy_tensors(checkpoint, experts, model, dtype)
     for name in checkpoint.tensors:
         if name in experts:
@@ -100,7 +100,7 @@ def as_folder(path: Path) -> Path:
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = config.dtype or torch.bfloat16
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    load_tokenizer(file.parent, gguf_file=file.name).save_pretrained(folder)
     for part in parts:
         (folder / part.name).symlink_to(part.resolve())
     return folder
