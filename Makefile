@@ -51,13 +51,15 @@ TOOL_ggml := gguf==0.19.0 xllamacpp==2026.10.11549
 # Tools that cannot be installed here, and why.
 NO_llamacpp := $(if $(filter aarch64 arm64,$(shell uname -m)),cyllama has no wheel for this kind of CPU)
 
-.PHONY: help demo native test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
+.PHONY: help demo native test test-gpu gpu-site gpu-record test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
 
 help:
 	@echo "make help         show this list"
 	@echo "make demo         turn a language model into a quantised mixture of experts, ask it, measure it"
 	@echo "make native       compile the C++ libraries, which installing also does"
 	@echo "make test         run linters and all tests; creates the virtual environment if it is missing"
+	@echo "make test-gpu     on a machine with a GPU: PART=1, then PART=2, with PYTHON; make gpu-record joins both to one record"
+	@echo "make gpu-site     fill $(GPU_SITE) with small packages that such a machine may lack"
 	@echo "make test-O       run tests of errors under python -O: no behaviour may depend on an assert"
 	@echo "make test-families  compare every spelling of every family with transformers"
 	@echo "make test-matrix  run the end-to-end tests with transformers $(MATRIX), each in its own environment"
@@ -82,6 +84,26 @@ demo: $(VENV)/.installed
 test: lint
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# Uses the interpreter PYTHON as it is and installs nothing; what it lacks may be in GPU_SITE. Kernels are compiled into
+# GPU_CACHE, by whichever cell needs them first. OUT gets part-N.json and the output of failed cells, part-N.log.
+PART ?= 1
+OUT ?= build/gpu-suite
+GPU_SITE ?= build/gpu-site
+GPU_CACHE ?= build/gpu-cache
+# Of no other kind than source code: they fit any Python.
+GPU_PACKAGES := gguf typer click shellingham rich pygments markdown-it-py mdurl annotated-doc uvicorn h11 pytest \
+	iniconfig pluggy
+test-gpu:
+	@OMP_NUM_THREADS=1 LANCEBILL_CACHE=$(abspath $(GPU_CACHE)) $(PYTHON) -W ignore tests/gpu/run_cells.py \
+		--part $(PART) --out $(OUT) --site $(GPU_SITE) $(if $(DEVICE),--device $(DEVICE)) $(if $(COMMIT),--commit $(COMMIT))
+
+gpu-site:
+	@$(PYTHON) -m pip --disable-pip-version-check install --quiet --upgrade --no-deps --no-compile --only-binary :all: \
+		--target $(GPU_SITE) $(GPU_PACKAGES)
+
+gpu-record:
+	@$(PYTHON) tests/gpu/gpu_record.py $(OUT)
 
 # Under -O the asserts of tests still work (see tests/conftest.py), those of the library are removed. Chosen are tests
 # of error handling and of the few modules that contain asserts (OWN_BUGS in tests/unit/test_architecture.py).

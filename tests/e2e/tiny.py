@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.base import Scheme
 from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.weight import LogicalWeight
 
 COMMON = {
     "hidden_size": 64,
@@ -78,11 +80,13 @@ def save_tokenizer(transformers: Any, folder: Path) -> None:
 
 
 def quantized_copy(
-    source: Path, packed: Path, plain: Path, quant: dict[str, Any], scheme: Scheme, is_quantised: Callable[[str], bool]
-) -> None:
+    source: Path, packed: Path, plain: Path, quant: dict[str, Any], scheme: Scheme, is_quantised: Callable[[str], bool],
+    inputs: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Write the checkpoint to `packed` with some modules quantised by `scheme`, and to `plain` with them dequantised.
 
-    For schemes with act-order, each input gets a random order; modules with the same input share it.
+    For schemes with act-order, each input gets a random order; modules with the same input share it. `inputs` are
+    further tensors of every quantised module, by role.
     """
     with Checkpoint.open(source) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -101,12 +105,18 @@ def quantized_copy(
         if scheme.act_order:
             weight = replace(weight, perm=order.to(torch.int32))
         dequantised[name] = dequantize(weight)
-        for role, stored in scheme.encode(weight).items():
+        for role, stored in encoded(scheme, replace(weight, inputs=inputs)).items():
             part = scheme.part(role)
             assert part is not None
             stored_tensors[module + part.suffix[0]] = stored
     _write(packed, stored_tensors, config | {"quantization_config": quant})
     _write(plain, dequantised, config)
+
+
+def encoded(scheme: Scheme, weight: LogicalWeight) -> dict[str, Tensor]:
+    """As the scheme stores it, with the matrix's size where it can be stored: many tools store it."""
+    size = {} if scheme.part("shape") is None else {"shape": torch.tensor([weight.n, weight.k])}
+    return size | scheme.encode(weight)
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 from judge import EXACT, check_left_experts, judge  # noqa: E402
-from tiny_models import CONFIG_MAPPING, language_models, mixtures, tiny_config, tiny_model  # noqa: E402
+from tiny_models import CONFIG_MAPPING, JUDGED, MODELS, NEEDS, UNWRITABLE_NAMES, mixtures, tiny_config, tiny_model  # noqa: E402
 
 import lancebill  # noqa: E402
 from lancebill.checkpoint.resolve.naming import TABLE  # noqa: E402
@@ -21,19 +21,10 @@ from lancebill.cli.verify import examine  # noqa: E402
 from lancebill.errors import UnsupportedFormat  # noqa: E402
 from lancebill.integrations.transformers.packed_experts import packed_experts  # noqa: E402
 from lancebill.integrations.transformers.pretrained import class_of, packed_class  # noqa: E402
-from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families, judged_types  # noqa: E402
+from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families  # noqa: E402
 
-# Wrappers that cannot run on text alone.
-JUDGED_WITHIN = {
-    "nemo_speechlm": "nemotron_h",  # behind an encoder of speech
-    "qwen3_omni_moe": "qwen3_omni_moe_thinker",  # which its talker follows
-}
 HUB, STACKED = "hub", "stacked"
-NEEDS = {"inkling_mm_model": "scipy"}  # packages that transformers imports to make the model
-# transformers writes `blocks` for `layers` in the hub's names of Kimi-K2.5.
-UNWRITABLE = {("kimi_k25", HUB)}
-MODELS = set(language_models()) - JUDGED_WITHIN.keys()
-JUDGED = [name for row in TABLE for name in judged_types(row) if name in MODELS]
+UNWRITABLE = {(name, HUB) for name in UNWRITABLE_NAMES}
 SPELLINGS = [(name, names) for name in JUDGED for names in (HUB, STACKED) if (name, names) not in UNWRITABLE]
 
 

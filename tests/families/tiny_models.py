@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.integrations.transformers.pretrained import class_of
+from lancebill.testing.families import judged_types
 
 # The value of a key, wherever a section of a config has it. Limits are small, so that they matter.
 SIZES: dict[str, Any] = {
@@ -91,6 +92,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 8, "swiglu_limits": [None, 0.05], **_SPARSE}},
     "zaya": {"num_experts_per_tok": 1},
 }
+# Wrappers that cannot run on text alone.
+JUDGED_WITHIN = {
+    "nemo_speechlm": "nemotron_h",  # behind an encoder of speech
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker",  # which its talker follows
+}
+NEEDS = {"inkling_mm_model": "scipy"}  # packages that transformers imports to make the model
+UNWRITABLE_NAMES = ("kimi_k25",)  # in the hub's names transformers writes `blocks` for `layers`
 PER_LAYER = "per_layer_config"  # settings of single layers of the full size
 
 
@@ -102,6 +110,10 @@ def language_models() -> tuple[str, ...]:
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
     return tuple(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+MODELS = set(language_models()) - JUDGED_WITHIN.keys()
+JUDGED = [name for row in names.TABLE for name in judged_types(row) if name in MODELS]
 
 
 def mixtures() -> Iterator[str]:

@@ -1,0 +1,189 @@
+"""Cells of whole models: every format and family, every GGUF architecture, and pairs of specs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+from unittest.mock import patch
+
+import tiny
+import torch
+import transformers
+from cells import Cell, Notes, Place
+from judge import INPUTS
+from tiny_models import JUDGED, JUDGED_WITHIN, MODELS, NEEDS, UNWRITABLE_NAMES, tiny_model
+from torch import Tensor
+from whole_model import check_model, requantised
+
+from lancebill.checkpoint.resolve.naming import TABLE
+from lancebill.checkpoint.resolve.other_modules import find_module
+from lancebill.errors import LancebillError
+from lancebill.formats import registry
+from lancebill.formats.base import Example, Format, Module, Part, Stored
+from lancebill.formats.stored import DTYPE_NAMES
+from lancebill.integrations.transformers.gguf_rows import ROWS
+from lancebill.numbers.codec import quantize
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.testing.families import judged_types
+
+FAMILY = "qwen3_moe"
+# Every matrix has whole blocks of all formats.
+SIZES = {"hidden_size": 256, "head_dim": 64, "vocab_size": 256}
+INNER = {"moe_intermediate_size": 256, "intermediate_size": 256}
+TOKENS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+# Formats of one family's experts alone, and of files without a config: they have cells of their own.
+OTHERWISE = {
+    "deepseek_v4": "its own family's alone",
+    "dense": "nothing is quantised",
+    "gguf": "all architectures",
+    "mxfp4": "gpt-oss keeps its attention",
+}
+PAIRS: tuple[tuple[str | None, Any], ...] = (
+    (None, "int8"), ("mxfp4", None), ("mxfp4", "int8"), ("int4-g32", "int4-g32"), ("int4-g128", "mxfp4"),
+    ("nvfp4", "fp8-channel"), ("fp8-block", "fp8-block"), ("int8", "int4-g32-zp"), ("mxfp8", "nvfp4"),
+    ("fp8-channel", {"*.self_attn.*": "int8", "lm_head": "fp8-channel"}), ("int4-g32-zp:fp16", "fp8-block"),
+)  # fmt: skip
+
+
+def model_cells() -> Iterator[Cell]:
+    for name, example in format_examples():
+        yield Cell("format", f"{name} {example.name}", 1, partial(run_format, name, example))
+    for experts, rest in PAIRS:
+        yield Cell("pair", f"{experts} and {rest}", 1, partial(run_pair, experts, rest))
+    for name in dict.fromkeys(name for row in TABLE for name in judged_types(row)):
+        yield Cell("family", name, 2, partial(run_family, name))
+    for number, architecture in enumerate(gguf_models()):
+        yield Cell("gguf", f"{architecture}", 2, partial(run_gguf, number))
+
+
+def format_examples() -> Iterator[tuple[str, Example]]:
+    """Of each format those whose specs no other one has, and at least one."""
+    seen = set()
+    for name, fmt in registry().items():
+        examples = [] if name in OTHERWISE else list(fmt.examples())
+        new = [example for example in examples if example.scheme.spec not in seen]
+        for example in new or examples[:1]:
+            if example.scheme.spec not in seen or not new:
+                seen.add(example.scheme.spec)
+                yield name, example
+
+
+def gguf_models() -> list[str]:
+    """Names of all models; without the library the architectures, which are skipped."""
+    if importlib.util.find_spec("gguf") is None:
+        return sorted(ROWS)
+    from tiny_gguf_models import MODELS as files
+
+    return [f"{architecture} {family}" for architecture, family, _ in files]
+
+
+def source(folder: Path) -> Path:
+    """An unquantised model in bf16, with tensors for each expert."""
+    with patch.dict(tiny.COMMON, SIZES), patch.dict(tiny.FAMILIES[FAMILY], INNER):
+        assert tiny.save_model(transformers, FAMILY, folder)
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def plain_model(folder: Path) -> Any:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"], info["missing_keys"]
+    return model.eval()
+
+
+def run_format(name: str, example: Example, place: Place) -> Notes:
+    """A checkpoint in which the format's config quantises whatever it does, attention included."""
+    packed, plain = place.folder / "packed", place.folder / "plain"
+    quant = dict(example.config.quant)
+    if example.config.method:
+        quant["quant_method"] = example.config.method
+    needed = {role: shape for role, shape in example.inputs.items() if not _part(example, role).optional}
+    inputs = {role: torch.full(shape, 0.05) for role, shape in needed.items()}
+    chosen = chooser(registry()[name], example, inputs)
+    tiny.quantized_copy(source(place.folder / "source"), packed, plain, quant, example.scheme, chosen, inputs)
+    return check_model(packed, plain_model(plain), place.device, place.folder / "saved", TOKENS, {})
+
+
+def _part(example: Example, role: str) -> Part:
+    part = example.scheme.part(role)
+    assert part is not None, role
+    return part
+
+
+def chooser(fmt: Format, example: Example, inputs: Mapping[str, Tensor]) -> Callable[[str], bool]:
+    """Whether the format's config says that a module is stored by the example's scheme.
+
+    Modules other than experts are left unquantised where their size does not follow from what is stored.
+    """
+    try:
+        weight = quantize(torch.randn(example.n, example.k), example.scheme.spec)
+        stored = tiny.encoded(example.scheme, replace(weight, inputs=inputs))
+    except LancebillError as error:
+        raise SkipTest(f"nothing writes {example.scheme.spec}: {error.what}") from error
+    tensors = {_part(example, role).suffix[0]: tensor for role, tensor in stored.items()}
+    headers = {suffix: Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in tensors.items()}
+    try:
+        find_module(example.config, {f"m{s}": h for s, h in headers.items()}, lambda name, _: tensors[name[1:]], "m")
+        sized = True
+    except LancebillError:
+        sized = False
+
+    def is_quantised(module: str) -> bool:
+        if module.endswith((".gate", "norm", "embed_tokens")) or not (sized or ".experts." in module):
+            return False
+        return fmt.scheme(example.config, Module(module, headers)) == example.scheme
+
+    return is_quantised
+
+
+def run_pair(experts: str | None, rest: Any, place: Place) -> Notes:
+    folder = source(place.folder / "source")
+    reference = plain_model(folder)
+    if experts is not None:
+        spec = parse_spec(experts)
+        for layer in reference.model.layers:
+            stacks = layer.mlp.experts
+            for stack, halves in ((stacks.gate_up_proj, 2), (stacks.down_proj, 1)):
+                for expert in stack.data:
+                    expert.copy_(torch.cat([requantised(half, spec) for half in expert.chunk(halves)]))
+    weights = {key: value for key, value in (("experts", experts), ("rest", rest)) if value is not None}
+    return check_model(folder, reference, place.device, place.folder / "saved", TOKENS, {}, weights=weights)
+
+
+def run_family(name: str, place: Place) -> Notes:
+    """A tiny model in bf16, everything outside its experts quantised while loading."""
+    if name in JUDGED_WITHIN:
+        raise SkipTest(f"not on text alone; {JUDGED_WITHIN[name]} is")
+    if name not in MODELS or name not in JUDGED:
+        raise SkipTest(f"transformers {transformers.__version__} has no {name}")
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        raise SkipTest(f"needs {NEEDS[name]}")
+    reference = tiny_model(name).to(torch.bfloat16)
+    reference.save_pretrained(place.folder / "model", save_original_format=name not in UNWRITABLE_NAMES)
+    inputs, weights = INPUTS.get(name, {}), {"rest": "int8"}
+    folder = place.folder / "saved"
+    return check_model(
+        place.folder / "model", reference.float(), place.device, folder, TOKENS[:, :7], inputs, weights=weights
+    )
+
+
+def run_gguf(number: int, place: Place) -> Notes:
+    if importlib.util.find_spec("gguf") is None:
+        raise SkipTest("needs gguf")
+    from tiny_gguf import write
+    from tiny_gguf_models import MODELS as files
+    from tiny_gguf_models import reference_of
+
+    architecture, family, more = files[number]
+    reference = reference_of(architecture, family, more)
+    write(reference, architecture, place.folder / "model.gguf")
+    length = 140 if architecture == "deepseek4" else 9  # a layer reads sums of 128 tokens
+    tokens = torch.randint(1, 128, (2, length), generator=torch.Generator().manual_seed(1))
+    return check_model(place.folder / "model.gguf", reference, place.device, place.folder / "saved", tokens, {})

@@ -1,0 +1,238 @@
+"""Takes a whole model through the doors of a user, and compares it with transformers' own on the same numbers.
+
+The reference is transformers' model in fp32 with dequantised weights. It replays the experts that our model chose: one
+flipped choice changes a row more than rounding does, and would hide what is compared. Routers are compared apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lancebill
+from lancebill.errors import CannotEncode
+from lancebill.integrations.transformers.packed_experts import packed_experts
+from lancebill.moe.router_tensors import RouterTensors, route_as_defined
+from lancebill.numbers.codec import dequantize, quantize
+
+NEAR = 0.03  # of the spread of a row's logits
+Routes = dict[str, list[tuple[Tensor, Tensor]]]  # ids and weights of each call of an experts module
+
+
+@torch.no_grad()
+def check_model(
+    path: Path, reference: Any, device: str, folder: Path, tokens: Tensor, inputs: Mapping[str, Any], **options: Any
+) -> dict[str, Any]:
+    """`from_pretrained`, logits, `generate`, `save_pretrained` and back. Returns what the record counts."""
+    options = {"device": device, "dtype": torch.bfloat16, **options}
+    ours = lancebill.from_pretrained(path, **options)
+    requantise_rest(reference, ours)
+    steps = _steps(reference, tokens, inputs)
+    with recorded(ours) as routes:
+        got = _logits(ours, steps)
+    with replayed(reference, routes) as flips:
+        want = _logits(reference, steps)
+    worst = row_error(got, want)
+    bound = NEAR if worst <= NEAR else max(NEAR, 2 * _error_of_bf16(reference, routes, steps, want, device) + 0.01)
+    assert worst <= bound, f"the worst row of logits differs by {worst:.3f} of their spread, more than {bound:.3f}"
+    check_routers(ours)
+    if _generates(reference, tokens):
+        check_generated(ours, tokens, inputs, got, bound)
+    saved = check_saved(ours, folder, steps, got, options)
+    places = [place for _, place in packed_experts(ours)]
+    return {
+        "worst row": round(worst, 4),
+        "bound": round(bound, 4),
+        "other routes": flips,
+        "saved": saved,
+        "experts on": sorted({place.experts.choice.backend.name for place in places if place.experts is not None}),
+        "rest on": sorted(set(ours.lancebill_rest.packed.values())),
+        "dequantised": sorted(set(ours.lancebill_rest.dequantized.values())),
+    }
+
+
+def requantise_rest(reference: Any, ours: Any) -> None:
+    """Give the reference the numbers of the matrices that were quantised while loading."""
+    for name in ours.lancebill_rest.requantized:
+        weight = reference.get_submodule(name).weight
+        weight.copy_(requantised(weight, ours.lancebill_rest.specs[name]))
+
+
+def requantised(matrix: Tensor, spec: Any) -> Tensor:
+    return dequantize(quantize(matrix.float().contiguous(), spec)).to(matrix.dtype)
+
+
+Steps = list[tuple[Tensor, dict[str, Any]]]
+
+
+def _steps(reference: Any, tokens: Tensor, inputs: Mapping[str, Any]) -> Steps:
+    """The calls to compare: the prompt, then one token with the cache of the prompt, where the model can."""
+    if inputs:
+        return [(tokens, dict(inputs))]
+    steps: Steps = [(tokens[:, :-1], {"use_cache": True}), (tokens[:, -1:], {"use_cache": True})]
+    try:
+        _logits(reference, steps)
+    except Exception:  # whatever a family raises that is not made for it
+        return [(tokens, {"use_cache": False})]
+    return steps
+
+
+def _logits(model: Any, steps: Steps) -> Tensor:
+    """[rows, vocabulary] in fp32 on the CPU; later steps read the cache of the first."""
+    found, cache = [], None
+    for tokens, inputs in steps:
+        given = {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        more = {} if cache is None else {"past_key_values": cache}
+        out = model(tokens.to(model.device), **given, **more)
+        cache = getattr(out, "past_key_values", None)
+        assert len(found) == 0 or cache is not None, "no cache"
+        found.append(out.logits.float().cpu().flatten(0, 1))
+    return torch.cat(found)
+
+
+def row_error(got: Tensor, want: Tensor) -> float:
+    """The root mean square error of the worst row, as a share of the spread of its logits."""
+    assert got.shape == want.shape and bool(want.isfinite().all()), "the reference has logits that are not finite"
+    errors = (got - want).pow(2).mean(1).sqrt() / want.std(1).clamp(min=1e-30)
+    return float(errors.nan_to_num(nan=float("inf")).max())
+
+
+def _error_of_bf16(reference: Any, routes: Routes, steps: Steps, want: Tensor, device: str) -> float:
+    """How far transformers itself is from fp32 in bf16, with the same routes; 0 where it cannot compute in bf16."""
+    narrow = copy.deepcopy(reference).to(device, torch.bfloat16)
+    try:
+        with replayed(narrow, routes):
+            return row_error(_logits(narrow, steps), want)
+    except RuntimeError:
+        return 0.0
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Routes]:
+    """The experts of each token, by the name of the experts module. Some modules get only rows, and record nothing."""
+    routes: Routes = {}
+    hooks = []
+    for name, place in packed_experts(model):
+        routes[name] = []
+
+        def record(module: nn.Module, given: Any, named: Any, calls: Any = routes[name]) -> None:
+            bound = signature(module.forward).bind(*given, **named).arguments
+            if "top_k_index" in bound:
+                calls.append((bound["top_k_index"].cpu().clone(), bound["top_k_weights"].float().cpu().clone()))
+
+        hooks.append(place.register_forward_pre_hook(record, with_kwargs=True))
+    yield routes
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def replayed(model: nn.Module, routes: Routes) -> Iterator[list[int]]:
+    """The model's experts get the recorded ids; rows that chose the same keep the model's own weights.
+
+    Yields [rows with other experts, rows]."""
+    flips, hooks = [0, 0], []
+    for name, calls in routes.items():
+        waiting = iter(calls)
+
+        def replay(module: nn.Module, given: Any, named: Any, waiting: Any = waiting) -> Any:
+            bound = signature(module.forward).bind(*given, **named)
+            route = next(waiting, None)
+            if route is None:
+                return None
+            own = bound.arguments["top_k_index"], bound.arguments["top_k_weights"]
+            ids, weights = (ours.to(theirs).view(theirs.shape) for ours, theirs in zip(route, own))
+            same = (ids.sort(-1).values == own[0].sort(-1).values).all(-1, keepdim=True)
+            flips[0] += int((~same).sum())
+            flips[1] += same.numel()
+            bound.arguments["top_k_index"] = torch.where(same, own[0], ids)
+            bound.arguments["top_k_weights"] = torch.where(same, own[1], weights)
+            return bound.args, bound.kwargs
+
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(replay, with_kwargs=True))
+    yield flips
+    for hook in hooks:
+        hook.remove()
+
+
+def check_routers(model: nn.Module) -> None:
+    """Each layer's own routing, on its device, chooses the experts and weights of the definition."""
+    for name, place in packed_experts(model):
+        layer = place.experts
+        if layer is None or layer.routing is None:
+            continue
+        generator = torch.Generator().manual_seed(5)
+        columns = layer.problem.global_experts + layer.routing.zero_experts
+        logits = torch.randn(64, columns, generator=generator)
+        x, ids = torch.randn(64, layer.problem.w13.k, generator=generator), torch.arange(64)
+        held = {key: None if tensor is None else tensor.cpu() for key, tensor in layer.named_buffers()}
+        router = RouterTensors(*(held.get(f"router_{role}") for role in ("bias", "correction", "table")))
+        where = next(layer.parameters()).device
+        got = layer.executor.route(
+            layer.routing, logits.to(where), RouterTensors(*(None if t is None else t.to(where) for t in router)),
+            x.to(where), ids.to(where),
+        )  # fmt: skip
+        want = route_as_defined(layer.routing, logits, router, x, ids)
+        ours, theirs = (
+            torch.zeros(64, columns + 1).scatter_add_(1, routed.ids.long().cpu() % (columns + 1), routed.weights.cpu())
+            for routed in (got, want)
+        )
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6), f"{name} routes differently"
+
+
+def _generates(reference: Any, tokens: Tensor) -> bool:
+    """Whether transformers itself can: some families cannot with so few layers, or without an image."""
+    try:
+        reference.generate(tokens[:, :-1], max_new_tokens=2, do_sample=False)
+    except Exception:  # whatever a family raises that is not made for it
+        return False
+    return True
+
+
+def check_generated(ours: Any, tokens: Tensor, inputs: Mapping[str, Any], logits: Tensor, bound: float) -> None:
+    """The first token is (nearly) the most probable one, and a second call differs only where rounding decides."""
+    prompt = tokens[:, :-1].to(ours.device)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    first, second = (ours.generate(prompt, **options) for _ in range(2))
+    first, second = (getattr(made, "sequences", made).cpu() for made in (first, second))
+    assert first.shape == second.shape
+    length = prompt.shape[1]
+    if inputs or first.shape[1] <= length:
+        return  # a family with a `generate` of its own
+    rows = logits[: len(prompt) * length].view(len(prompt), length, -1)[:, -1]
+    best = rows.argmax(1)
+    for row, one, other, chosen in zip(rows, first, second, best):
+        _check_near(row, int(one[length]), int(chosen), 6 * bound)
+        if not torch.equal(one, other):
+            at = int((one != other).nonzero()[0])
+            again = _logits(ours, [(one[None, :at], {"use_cache": False})])[-1]
+            _check_near(again, int(one[at]), int(other[at]), 6 * bound)
+
+
+def _check_near(row: Tensor, one: int, other: int, bound: float) -> None:
+    gap = float((row[one] - row[other]).abs() / row.std())
+    assert gap <= bound, f"token {one} instead of {other}, whose logit is {gap:.2f} spreads away"
+
+
+def check_saved(ours: Any, folder: Path, steps: Steps, logits: Tensor, options: Mapping[str, Any]) -> str:
+    """A saved model, read back on the same device, has the same numbers."""
+    try:
+        ours.save_pretrained(folder)
+    except CannotEncode as error:
+        return str(error).splitlines()[0]
+    files = sorted(folder.glob("*.gguf"))
+    kept = {key: value for key, value in options.items() if key != "weights"}
+    again = lancebill.from_pretrained(files[0] if files else folder, **kept)
+    mine, read = (dict(model.named_parameters()) for model in (ours, again))
+    different = [name for name in mine if name not in read or not torch.equal(mine[name], read[name])]
+    assert not different and len(mine) == len(read), f"read back with other numbers: {different[:3]}"
+    error = row_error(_logits(again, steps), logits)
+    assert error <= NEAR, f"read back, logits differ by {error:.3f} of their spread"
+    return "yes"
