@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny  # noqa: E402
 
 import lancebill  # noqa: E402
+from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.main import app  # noqa: E402
-from lancebill.errors import CustomCode, LancebillError, MalformedFile, SpecError  # noqa: E402
+from lancebill.errors import CustomCode, MalformedFile, SpecError  # noqa: E402
 from lancebill.integrations.transformers.loaders import load_tokenizer  # noqa: E402
 
 MODULE = "untrusted"  # of the checkpoint
@@ -64,6 +65,16 @@ def custom_decoding(folder: Path) -> None:
 
 
 TOKENIZER = {"tokenizer_class": "Untrusted", "auto_map": {"AutoTokenizer": [f"{MODULE}.Untrusted"] * 2}}
+
+
+def parts_of_a_tokenizer(folder: Path) -> None:
+    parts = {"question_encoder": {"model_type": "deepseek_v3"}, "generator": {"model_type": "deepseek_v3"}}
+    (folder / "question_encoder_tokenizer").mkdir()
+    edited("config.json", **parts)(folder)
+    edited("tokenizer_config.json", tokenizer_class="RagTokenizer")(folder)
+    edited("question_encoder_tokenizer/tokenizer_config.json", **TOKENIZER)(folder)
+
+
 MODEL = auto_map("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 REFUSED: dict[str, tuple[str, Change]] = {
     "a model that transformers does not know": ("mixtral", edited("config.json", model_type="new", auto_map=MODEL)),
@@ -73,6 +84,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
         "deepseek_v3",
         edited("tokenizer_config.json", **TOKENIZER | {"auto_map": {"AutoTokenizer": ["a/b--c.D", None]}}),
     ),
+    "a tokenizer in a tokenizer": ("deepseek_v3", parts_of_a_tokenizer),
     "attention of the hub": ("mixtral", edited("config.json", attn_implementation="a/b")),
     "experts of the hub": ("mixtral", edited("config.json", experts_implementation="a/b")),
 }
@@ -239,7 +251,7 @@ def test_a_part_of_a_model_runs_no_code(tmp_path: Path, monkeypatch: pytest.Monk
     marker = untrusted(tmp_path / "plain", edited("config.json", vision_config=part), folder)
     typed = io.StringIO("y\n")
     monkeypatch.setattr(sys, "stdin", typed)
-    with pytest.raises(LancebillError):
+    with pytest.raises(CustomCode, match=SENTENCE):
         lancebill.from_pretrained(folder)
     assert typed.tell() == 0 and not marker.exists()
 
@@ -267,6 +279,11 @@ def test_links_out_of_a_checkpoint_are_refused(case: str, models: Callable[[str]
         for loaded in (model, copied):
             with pytest.raises(MalformedFile, match="the link points"):
                 loaded.save_pretrained(out)
+        with pytest.raises(MalformedFile, match="the link points"):
+            load_tokenizer(folder)  # also of what lies beside a GGUF file
+    if case.startswith("config.json"):
+        with pytest.raises(MalformedFile, match="the link points"):
+            Checkpoint.open(folder / "model.safetensors")
     with pytest.raises(MalformedFile, match="the link points"):
         lancebill.from_pretrained(folder)
     assert not out.exists()

@@ -202,7 +202,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "integrations/transformers/experts_interface.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/fused_modules.py": ({"getattr"}, "an attribute that only some norms have"),
     "integrations/transformers/step_modules.py": ({"vars"}, "attributes that only some model families set"),
-    "integrations/transformers/loaders.py": ({"hasattr", "vars"}, "removes a key of a config and of those in it"),
+    "integrations/transformers/loaders.py": ({"vars"}, "finds the configs in a config"),
     "integrations/transformers/packed_experts.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/pretrained.py": ({"hasattr", "delattr"}, "removes keys of a transformers config"),
     "integrations/vllm/registration.py": ({"vars", "setattr", "delattr"}, "puts replaced functions of vLLM back"),

@@ -1,8 +1,8 @@
 """All calls into transformers' loaders: none of them runs a checkpoint's own code, or asks whether to run it.
 
 A checkpoint can name Python code (`auto_map` in a config). Unless told otherwise, transformers asks on the terminal
-whether to run the code, and reads the answer from stdin. So every call here says no, and `auto_map` is removed from
-configs, because models build their parts with loaders that would ask again.
+whether to run the code, and reads the answer from stdin. So every call here says no. Models and tokenizers load their
+parts with calls of their own, which do not say it: with a timeout of 0, transformers refuses where it would ask.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    dynamic_module_utils,
+)
 
 from lancebill.checkpoint.read.links import check_links
 from lancebill.errors import CustomCode, SpecError
+
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # in the whole process: a model can be built in any thread
 
 _REFUSAL = "trust_remote_code=True"  # the argument that transformers' refusals recommend
 _NEVER = "lancebill never runs code of a checkpoint"
@@ -27,7 +36,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     with refusing(folder, "auto_map in config.json"):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for section in _sections(config):
-        _remove_code(section, folder)
+        _check_kernels(section, folder)
     return config
 
 
@@ -85,9 +94,8 @@ def _sections(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             yield from _sections(value)
 
 
-def _remove_code(section: PretrainedConfig, folder: Path) -> None:
+def _check_kernels(section: PretrainedConfig, folder: Path) -> None:
+    """Refuse kernels on the hub, which transformers would download and run."""
     for named in (section._attn_implementation, section._experts_implementation):
-        if isinstance(named, str) and "/" in named:  # kernels on the hub, which transformers would download and run
+        if isinstance(named, str) and "/" in named:
             raise custom_code(str(folder / "config.json"), named)
-    if hasattr(section, "auto_map"):
-        del section.auto_map

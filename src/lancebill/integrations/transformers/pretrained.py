@@ -99,7 +99,8 @@ class PackedModel(GraphedGeneration):
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         try:
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            with refusing("config.json", "auto_map of a part of the model"):
+                super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         except _REFUSALS as error:
             hint = "see config.json, and the arguments that transformers got"
             raise _refused("transformers cannot build the model", None, error, hint) from error
