@@ -228,20 +228,37 @@ def _is_expert(module: str) -> bool:
     return ".experts." in module
 
 
-def test_what_no_fast_backend_computes_is_dequantised(folder: Path) -> None:
+def _dequantised(caplog: pytest.LogCaptureFixture) -> str:
+    """The one warning of a load about matrices that are plain now."""
+    said = [text for text in caplog.messages if "outside the experts are computed as plain ones" in text]
+    caplog.clear()
+    assert len(said) == 1
+    return said[0]
+
+
+def test_what_no_fast_backend_computes_is_dequantised(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     rules = {"rest": {"lm_head": "mxfp6-e3m2"}}
     model = lancebill.from_pretrained(folder, weights=rules, activations={"rest": "nvfp4"})
-    assert "no fast backend" in model.lancebill_rest.dequantized["lm_head"]
+    assert "\n  lm_head:\n    no kernels for mxfp6-e3m2 x nvfp4 on cpu" in _dequantised(caplog)
+    assert "no kernels for mxfp6-e3m2 x nvfp4 on cpu" in model.lancebill_rest.dequantized["lm_head"]
 
 
-def test_stored_matrices_that_no_fast_backend_computes_are_dequantised(folder: Path, tmp_path: Path) -> None:
+def test_stored_matrices_that_no_fast_backend_computes_are_dequantised(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     example = next(e for e in registry()["quark"].examples() if e.name == "mxfp6-e3m2")
     quant = {**example.config.quant, "exclude": ["*mlp*", "lm_head"]}
     tiny.quantized_copy(folder, tmp_path / "q", tmp_path / "plain", quant, example.scheme, _is_attention)
     options = {"activations": {"rest": "nvfp4"}, "dtype": "float32"}
     found = lancebill.from_pretrained(tmp_path / "q", **options).eval()
+    said = _dequantised(caplog)
+    assert said.startswith("8 quantised matrices") and "2 x model.layers.*.self_attn.q_proj" in said
+    assert "hopper: needs an sm_90 GPU, not cpu\n" in said
+    assert "cpu: nvfp4 activations (" in said and 'what would help: activations={"rest": "fp32"} (cpu)' in said
+    lancebill.from_pretrained(tmp_path / "q", **options, backend="reference")
+    assert "plain ones" not in caplog.text  # packed, as asked
     expected = lancebill.from_pretrained(tmp_path / "plain", dtype="float32").eval()
-    assert all("no fast backend" in why for why in found.lancebill_rest.dequantized.values())
+    assert all("no kernels for mxfp6-e3m2 x nvfp4" in why for why in found.lancebill_rest.dequantized.values())
     assert len(found.lancebill_rest.dequantized) == 8
     ids = torch.tensor([[3, 1, 4]])
     with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -61,6 +62,14 @@ class Plan:
         return self
 
 
+class Speed(IntEnum):
+    """What a backend computes with, the slowest first."""
+
+    DEFINITION = 0  # one expert after the other in fp32: defines the result of every problem
+    TORCH = 1  # torch's operators, on a few dequantised experts at a time
+    KERNELS = 2  # kernels that read packed weights
+
+
 class Backend(ABC):
     """One way to compute. A module of this folder ends in `BACKEND = ...`; nothing else is edited."""
 
@@ -69,7 +78,7 @@ class Backend(ABC):
     # Reads ids and weights as routers give them, and the expert map: see `Indexed`.
     accepts_any_ids: ClassVar[bool] = False
     rotates: ClassVar[bool] = False  # rotates the inputs of specs with a rotation
-    fast: ClassVar[bool] = True  # False: defines the result, for every problem; engines have something faster
+    speed: ClassVar[Speed] = Speed.KERNELS
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Copies of a model share the backend: it has no state."""
@@ -80,10 +89,6 @@ class Backend(ABC):
         if problem.rotated and not self.rotates:
             yield Reason("rotation", "does not rotate inputs")
         yield from self.check(problem, device)
-
-    def is_fast(self, problem: Problem) -> bool:
-        """Whether an engine that has kernels of its own for this problem should leave it to us nevertheless."""
-        return self.fast
 
     @abstractmethod
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:

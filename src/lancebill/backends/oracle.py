@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.base import Backend, Plan, Reason, Speed
 from lancebill.backends.registry import registry
 from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.moe.device import Device, parse_device
@@ -49,6 +49,18 @@ class Choice:
         if self.chosen is None:
             raise self.refusal()
         return self.chosen.backend
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the chosen backend has kernels for the problem, instead of torch's operators."""
+        return self.backend.speed is Speed.KERNELS
+
+    @property
+    def beats_plain(self) -> bool:
+        """Whether the packed weights are computed faster than the same numbers as plain tensors: of torch's operators
+        only those on quantised weights are, as few programs read these packed on a CPU."""
+        quantized = any(shape.spec.quantized for shape in self.problem.matrices.values())
+        return self.has_kernels or (quantized and self.backend.speed is Speed.TORCH)
 
     def refusal(self) -> UnsupportedProblem:
         """An error whose text is the table of reasons."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.base import Backend, Plan, Reason, Speed
 from lancebill.backends.plain_rows import expert_inputs, run_indexed
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
@@ -33,7 +33,7 @@ _EXPERT_US = 200.0
 class Reference(Backend):
     name = "reference"
     rotates = True
-    fast = False
+    speed = Speed.DEFINITION
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         return iter(())

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.base import Backend, Plan, Reason, Speed
 from lancebill.backends.plain_rows import expert_inputs, run_indexed
 from lancebill.moe.device import Device
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
@@ -32,6 +32,7 @@ _GFLOPS, _DEQUANTISE_FLOPS, _EXPERT_US = 50.0, 100, 100.0
 class TorchCpu(Backend):
     name = "torch-cpu"
     rotates = True
+    speed = Speed.TORCH
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cpu":
@@ -42,10 +43,6 @@ class TorchCpu(Backend):
             )
         for matrix, shape in problem.matrices.items():
             yield from _check_matrix(matrix, shape)
-
-    def is_fast(self, problem: Problem) -> bool:
-        """Quantised weights are read packed, which few do on a CPU. Plain ones are only multiplied, and in fp32."""
-        return any(shape.spec.quantized for shape in problem.matrices.values())
 
     def layout(self, problem: Problem) -> Layout:
         return _LAYOUT

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.backends.base import Executor, TensorTable
+from lancebill.backends.slow_choice import warn_if_slow
 from lancebill.errors import LaunchError
 from lancebill.layer.check_tensors import FLOATS
 from lancebill.layer.compiled_op import add_layer
@@ -46,11 +47,16 @@ class PackedModule(nn.Module):
 
     def adopt(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
         """Replace the weights and the backend."""
-        self.choice = choice  # the backend and why
+        self._take(choice)
         for matrix in list(self._names):
             self._unregister(matrix)
         for matrix, tensors in packed.items():
             self._register(matrix, tensors)
+
+    def _take(self, choice: oracle.Choice) -> None:
+        """Compute with this backend from now on."""
+        warn_if_slow(choice)
+        self.choice, self._executor = choice, None  # `choice` also says why
 
     @property
     def executor(self) -> Executor:
@@ -112,7 +118,7 @@ class PackedModule(nn.Module):
         new = choice.backend.layout(before.problem)
         if new != old:
             self._repack(old, new, to)
-        self.choice, self._executor = choice, None
+        self._take(choice)
 
     def _repack(self, old: Layout, new: Layout, to: torch.device) -> None:
         """Convert to another layout through the canonical form, some experts at a time, and matrix by matrix: then no

@@ -8,7 +8,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from lancebill.backends import oracle
+from lancebill.backends import oracle, slow_choice
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, allocate_inputs, combine_input_scales
 from lancebill.checkpoint.load.projections import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
@@ -73,8 +73,12 @@ class QuantizedLinear(PackedModule):
         dtype: torch.dtype = torch.bfloat16,
         order: str = FAST,
         where: str = "linear",
+        refuse_slow: bool = False,
     ) -> QuantizedLinear:
-        """A matrix in memory. Its inputs are unquantised by default."""
+        """A matrix in memory. Its inputs are unquantised by default.
+
+        `refuse_slow`: raise where a plain tensor of the same numbers would be faster, unless `backend` names one.
+        """
         wide = unquantised_inputs(dtype)
         problem = Problem(
             MatrixShape(W13, weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None),
@@ -88,6 +92,8 @@ class QuantizedLinear(PackedModule):
             order=order,
         )
         choice = oracle.select(problem, device, backend)
+        if refuse_slow:
+            slow_choice.refuse_slow(choice)
         at = choice.device.torch
         inputs = allocate_inputs(weight.inputs, problem.activations, weight.k, 1, at, where)
         made = cls(choice, {W13: {**choice.backend.layout(problem).allocate(problem.w13, 1, at), **inputs}})

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from layer_checkpoints import make_checkpoint
 
 from lancebill.backends.base import Reason
@@ -60,7 +61,7 @@ class Engine:
         vllm_config = SimpleNamespace(
             additional_config={"lancebill": section},
             load_config=SimpleNamespace(load_format=load_format),
-            model_config=SimpleNamespace(model=str(self.folder), revision=None),
+            model_config=SimpleNamespace(model=str(self.folder), revision=None, dtype=torch.bfloat16),
             device_config=SimpleNamespace(device_type=device),
             quant_config=quant_config,
         )
@@ -109,6 +110,16 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
 def test_a_line_says_who_computes_the_experts(engine: Engine, given: dict[str, Any], words: str) -> None:
     engine.build(**given)
     assert len(engine.log.lines) == 1 and words in engine.log.lines[0]
+
+
+def test_a_warning_says_that_quantised_dense_layers_become_plain(engine: Engine, tmp_path: Path) -> None:
+    made = make_checkpoint()
+    for name, tensor in list(made.tensors.items()):
+        made.tensors[name.replace("mlp.experts.0.gate_proj", "self_attn.q_proj")] = tensor
+    engine.folder = save(made, tmp_path / "attention")
+    engine.build(quant_config=Ours())
+    assert len(engine.log.lines) == 2 and "layers 0-1: lancebill's cpu" in engine.log.lines[1]
+    assert engine.log.lines[0].startswith("dense layers: 2 quantised modules become plain ones of vLLM's")
 
 
 def test_nothing_is_said_of_other_models(engine: Engine) -> None:

@@ -21,7 +21,7 @@ from lancebill.formats.base import Module
 from lancebill.integrations.transformers.gguf_changes import Order
 from lancebill.integrations.transformers.gguf_config import row_of
 from lancebill.integrations.transformers.gguf_row import NAMES, WHOLE, GgufRow
-from lancebill.integrations.transformers.other_tensors import LazyTensor
+from lancebill.integrations.transformers.other_tensors import WEIGHT, LazyTensor
 from lancebill.integrations.transformers.stored_matrix import MixedRows, StoredMatrix, StoredMixture
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import LogicalWeight, stack
@@ -48,7 +48,9 @@ def lazy_tensors(
     for stored, name, read in _plan(checkpoint, row, layers, model, dtype):
         if others.issuperset(stored) and name in expected and name not in tensors:
             used.update(stored)
-            tensors[name] = LazyTensor(partial(_shaped, read, expected[name].shape))
+            quantized = any(_is_quantized(checkpoint, each) for each in stored)
+            module = name.removesuffix(WEIGHT) if quantized else None
+            tensors[name] = LazyTensor(partial(_shaped, read, expected[name].shape), module)
     for name in (name for name in expected if name.endswith(row.zeros)):
         tensors[name] = LazyTensor(partial(torch.zeros, expected[name].shape))
     if others - used:
@@ -166,11 +168,15 @@ def read_dequantized(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> T
     return (dequantize(stored) if isinstance(stored, LogicalWeight) else stored).to(dtype)
 
 
+def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    return checkpoint.tensors[name].stored.dtype == "U8"
+
+
 def _read_blocks(checkpoint: Checkpoint, name: str) -> LogicalWeight | Tensor:
     """A tensor as it is stored: a matrix of blocks in canonical form, or plain floats."""
     stored = checkpoint.tensors[name].stored
     tensor = checkpoint.read(name)
-    if stored.dtype != "U8":
+    if not _is_quantized(checkpoint, name):
         return tensor
     kind = TYPES[TYPE_IDS[checkpoint.config.quant["types"][name]]]
     tensor = tensor.flatten(0, -3)  # matrices of several heads over each other

@@ -5,8 +5,8 @@ Quantised modules look like ordinary matrices (`StoredMatrix`), so transformers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import EllipsisType
 
 import torch
@@ -23,16 +23,26 @@ from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 WEIGHT, BIAS = ".weight", ".bias"
 
 
-@dataclass(frozen=True)
 class LazyTensor:
     """A tensor that is read by `lazy[...]`: transformers indexes safetensors slices this way."""
 
-    read: Callable[[], Tensor]
+    def __init__(self, read: Callable[[], Tensor], quantized: str | None = None) -> None:
+        """`quantized` is the name of the module whose matrix it is, if that is stored quantised."""
+        self.read, self.quantized, self.is_read = read, quantized, False
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         """Called by threads of transformers. What they allocate, they would not give back when it is converted."""
         with reading_into(large_from_system):
-            return self.read()
+            tensor = self.read()
+        self.is_read = True
+        if isinstance(tensor, StoredMatrix):
+            tensor.name = self.quantized
+        return tensor
+
+
+def read_quantized(tensors: Iterable[LazyTensor]) -> set[str]:
+    """The quantised modules whose matrices were read."""
+    return {tensor.quantized for tensor in tensors if tensor.is_read and tensor.quantized is not None}
 
 
 def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype) -> dict[str, LazyTensor]:
@@ -53,4 +63,6 @@ def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype)
 
 
 def _lazily_read(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(lambda: StoredMatrix(replace(load_projection(checkpoint.read, module), bias=None), dtype))
+    return LazyTensor(
+        lambda: StoredMatrix(replace(load_projection(checkpoint.read, module), bias=None), dtype), module.module
+    )

@@ -1,20 +1,22 @@
 """Everything outside the experts that is quantised stays packed: attention, shared experts, `lm_head`, embeddings.
 
 transformers has put a `StoredMatrix` into each module whose matrix is stored quantised. Linear modules become
-`QuantizedLinear`, embeddings `PackedEmbedding`; anything else, and what no fast backend computes, is dequantised.
+`QuantizedLinear`, embeddings `PackedEmbedding`; anything else, and what no backend computes faster than torch computes
+plain matrices, is dequantised, with one warning.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from lancebill.backends import oracle
-from lancebill.errors import LancebillError, SpecError, UnsupportedProblem
+from lancebill.errors import LancebillError, SpecError
 from lancebill.integrations.transformers.mixed_linear import MixedLinear
 from lancebill.integrations.transformers.packed_embedding import PackedEmbedding
 from lancebill.integrations.transformers.packed_experts import packed_experts
@@ -26,6 +28,10 @@ from lancebill.numbers.codec import quantize, requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight
 
+log = logging.getLogger("lancebill")
+
+_MERGED = "the model has them merged, divided or transposed"
+_OTHER_MODULE = "their modules compute with a plain matrix in a way of their own"
 _REPLACED = (nn.Linear.forward, nn.Embedding.forward)  # a subclass with a forward of its own computes something else
 
 
@@ -42,7 +48,7 @@ class RestReport:
     """The modules outside the experts: what stays packed, and what was dequantised and why."""
 
     packed: dict[str, str] = field(default_factory=dict)  # spec and backend, by module
-    dequantized: dict[str, str] = field(default_factory=dict)  # the reason, by module
+    dequantized: dict[str, str] = field(default_factory=dict)  # the reason in one or more lines, by module
     bytes: int = 0  # of what stays packed
     specs: dict[str, QuantSpec] = field(default_factory=dict)  # of what stays packed, by linear module
     requantized: tuple[str, ...] = ()  # modules with other numbers than the checkpoint's
@@ -51,13 +57,45 @@ class RestReport:
     def __str__(self) -> str:
         lines = [f"other modules: {self.bytes / 2**20:.1f} MiB packed"]
         lines += [f"  {count} x {kind}" for kind, count in Counter(self.packed.values()).items()]
-        lines += [f"  {count} dequantised: {why}" for why, count in Counter(self.dequantized.values()).items()]
+        lines += [f"  {len(names)} dequantised: {_first_line(why)}" for why, names in self._reasons().items()]
         return "\n".join([*lines, f"  what is not quantised: {self.not_quantised}"] if self.not_quantised else lines)
 
+    def warn_of_dequantized(self) -> None:
+        """One warning that names them all, with the reasons."""
+        if not self.dequantized:
+            return
+        lines = [f"{len(self.dequantized)} quantised matrices outside the experts are computed as plain ones"]
+        for why, names in self._reasons().items():
+            lines += [f"  {', '.join(_kinds(names))}:", *(f"    {line}" for line in why.splitlines())]
+        log.warning("%s", "\n".join(lines))
 
-def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestReport:
-    """Replace every module whose matrix is stored quantised, or is to be quantised by a rule."""
+    def _reasons(self) -> dict[str, list[str]]:
+        """The modules that were dequantised, by reason."""
+        found: dict[str, list[str]] = {}
+        for name, why in self.dequantized.items():
+            found.setdefault(why, []).append(name)
+        return found
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0]
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Names that differ in their numbers only are one pattern."""
+    counted = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return [kind if count == 1 else f"{count} x {kind}" for kind, count in counted.items()]
+
+
+def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules, read: Collection[str] = ()) -> RestReport:
+    """Replace every module whose matrix is stored quantised, or is to be quantised by a rule.
+
+    `read` names the quantised modules that transformers has read from the checkpoint: where the model has no quantised
+    matrix now, it was dequantised on the way.
+    """
     report = RestReport()
+    kept = {each.name for _, _, each in _parameters(model) if isinstance(each, StoredMatrix)}
+    report.dequantized.update(dict.fromkeys(sorted(set(read) - kept), _MERGED))
     routers = _routers(model)
     for each in (rules.weights, rules.activations):
         check_patterns(each, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)])
@@ -88,14 +126,16 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
                 report.packed[name] = f"{packed.problem.w13.spec} on {packed.choice.backend.name}"
                 report.specs[name] = packed.problem.w13.spec
         except LancebillError as error:
-            report.dequantized[name] = error.what.splitlines()[0]
+            report.dequantized[name] = error.what
             continue
         made.append(packed)
         requantized += [] if target is None else [name]
         model.set_submodule(name, packed)
     _check_inputs(rules.activations, linears)
-    _dequantize_left(model)
+    left = sorted(_dequantize_left(model) - report.dequantized.keys())
+    report.dequantized.update(dict.fromkeys(left, _OTHER_MODULE))
     size = sum(t.nbytes for module in made for t in module.parameters())
+    report.warn_of_dequantized()
     return replace(report, bytes=size, requantized=tuple(requantized))
 
 
@@ -124,7 +164,7 @@ def _mixed(name: str, module: nn.Linear, weight: StoredMixture, options: LoadOpt
 def _linear(
     name: str, weight: LogicalWeight, bias: Tensor | None, options: LoadOptions, rules: RestRules
 ) -> QuantizedLinear:
-    made = QuantizedLinear.from_weight(
+    return QuantizedLinear.from_weight(
         replace(weight, bias=bias),
         device=options.device,
         backend=options.backend,
@@ -132,10 +172,8 @@ def _linear(
         dtype=options.dtype,
         order=options.order,
         where=name,
+        refuse_slow=True,
     )
-    if not made.choice.backend.is_fast(made.choice.problem) and options.backend == oracle.AUTO:
-        raise UnsupportedProblem(f"no fast backend for {weight.spec}")
-    return made
 
 
 def _quantized(weight: Tensor, target: QuantSpec | None) -> LogicalWeight:
@@ -159,18 +197,22 @@ def _routers(model: nn.Module) -> set[str]:
     }
 
 
-def _dequantize_left(model: nn.Module) -> None:
-    """Make plain parameters of the matrices that no packed module took; tied ones stay tied."""
+def _dequantize_left(model: nn.Module) -> set[str]:
+    """Make plain parameters of the matrices that no packed module took; tied ones stay tied. Returns their modules."""
     plain: dict[int, nn.Parameter] = {}
-    for module, name, parameter in _parameters(model):
+    left = set()
+    for place, name, parameter in _parameters(model):
         if isinstance(parameter, StoredMatrix):
+            left.add(place if name == "weight" else f"{place}.{name}")
             if id(parameter) not in plain:
                 plain[id(parameter)] = nn.Parameter(parameter.plain(), requires_grad=False)
-            module._parameters[name] = plain[id(parameter)]
+            model.get_submodule(place)._parameters[name] = plain[id(parameter)]
+    return left
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in model.modules():
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Module, name and value of each."""
+    for place, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                yield module, name, parameter
+                yield place, name, parameter

@@ -61,7 +61,7 @@ from lancebill.integrations.transformers.loaders import (
     refusing,
 )
 from lancebill.integrations.transformers.narrow_modules import keep_narrow
-from lancebill.integrations.transformers.other_tensors import LazyTensor, lazy_tensors
+from lancebill.integrations.transformers.other_tensors import LazyTensor, lazy_tensors, read_quantized
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
@@ -175,8 +175,8 @@ def from_pretrained(
         options = replace(options, gpu_memory=gpu_memory, gpu_experts=gpu_experts, moves=moves, cpu_threads=cpu_threads)
     experts = _experts(config, checkpoint, options)
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
-    model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)
-    rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs))
+    model = _without_experts(config, folder, state_dict=dict(other_tensors), dtype=wide, **kwargs)
+    rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs), read_quantized(other_tensors.values()))
     model.lancebill_rest = replace(rest, not_quantised=_computed_as(stored, wide))
     model = model.to(target)
     if target.type == "cpu":

@@ -22,6 +22,7 @@ class StoredMatrix(Tensor):
     """Looks like a dense [N, K] tensor; has only the quantised numbers."""
 
     stored: LogicalWeight
+    name: str | None = None  # of the module that it was read for, if transformers has it from a checkpoint
 
     @staticmethod
     def __new__(cls, stored: LogicalWeight, dtype: torch.dtype) -> StoredMatrix:
@@ -39,7 +40,9 @@ class StoredMatrix(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # by which `nn.Parameter` takes a tensor
-            return args[0].again()
+            again = args[0].again()
+            again.name = args[0].name
+            return again
         plain = tree_map(lambda value: value.plain() if isinstance(value, cls) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 

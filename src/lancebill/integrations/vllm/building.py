@@ -57,7 +57,14 @@ class ModelUnderConstruction:
         return self.settings.takes_any and self.settings.linear != OFF and wanted
 
     def report(self) -> None:
-        """Who computes the experts, in the log."""
+        """Who computes the experts, and what becomes of other quantised layers, in the log."""
+        others = None if self.takeover is None else self.takeover.others
+        if others is not None and not others.keep and others.modules:
+            logger.warning(
+                "dense layers: %d quantised modules become plain ones of vLLM's; 'linear': 'offer' keeps those packed"
+                " that lancebill has kernels for",
+                len(others.modules),
+            )
         if self.takeover is not None and (self.takeover.decisions or self.takeover.unnumbered):
             logger.info("routed experts: %s", self.takeover.summary())
         elif not self.asked and self.settings.mode == REQUIRE:

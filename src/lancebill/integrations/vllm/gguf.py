@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from lancebill.backends.slow_choice import is_new
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.errors import CheckpointError, UnsupportedProblem
 from lancebill.integrations.transformers import gguf_models
@@ -29,6 +31,8 @@ from lancebill.integrations.transformers.gguf_config import config_of
 from lancebill.integrations.transformers.loaders import load_tokenizer, model_of
 from lancebill.integrations.vllm.takeover import Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
+
+logger = init_logger("vllm.lancebill")
 
 NAME = "gguf"  # of --load-format
 CONFIG = "config.json"
@@ -60,6 +64,9 @@ def _tensors(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Iterat
         with torch.device("meta"):
             model = model_of(folder)
         others = gguf_models.lazy_tensors(checkpoint, experts, model, dtype)
+    plain = sum(lazy.quantized is not None for lazy in others.values())
+    if plain and is_new(("dense layers of a GGUF file", str(checkpoint.path))):
+        logger.warning("dense layers: %d quantised matrices of the file become plain ones of vLLM's", plain)
     for name in checkpoint.tensors:
         if name in experts:
             yield name, checkpoint.read(name)

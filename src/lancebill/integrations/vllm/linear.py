@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from lancebill.backends.oracle import AUTO
+from lancebill.backends.slow_choice import is_new
 from lancebill.errors import LancebillError, UnsupportedProblem
 from lancebill.integrations.vllm.other_weights import DequantizedTensor
 from lancebill.integrations.vllm.settings import Settings
@@ -105,23 +105,22 @@ class LinearMethod(LinearMethodBase):
                 if self.linear is not None:
                     raise
                 if any(isinstance(part, LogicalWeight) for part in parts.values()):
-                    logger.info("%s is dequantised: %s", self.prefix, error)
+                    say = logger.warning if is_new(("dense layers of vLLM", error.what)) else logger.debug
+                    say("%s is dequantised, and layers like it: %s", self.prefix, error)
         if self.linear is None:
             self._give_back(layer, parts)
 
     def _made(self, weight: LogicalWeight) -> QuantizedLinear:
         index = torch.accelerator.current_device_index() if self.device.type != "cpu" else 0
-        made = QuantizedLinear.from_weight(
+        return QuantizedLinear.from_weight(
             weight,
             device="cpu" if self.device.type == "cpu" else f"{self.device.type}:{index}",
             backend=self.settings.backend,
             dtype=self.dtype,
             order=self.settings.order,
             where=self.prefix,
+            refuse_slow=True,
         )
-        if not made.choice.backend.is_fast(made.choice.problem) and self.settings.backend == AUTO:
-            raise UnsupportedProblem("no fast backend of lancebill", got=str(weight.spec))
-        return made
 
     def _give_back(self, layer: Any, parts: dict[RankPart, LogicalWeight | Tensor]) -> None:
         """A plain layer of vLLM. Its loader stays, so that a reload loads it as vLLM does."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lancebill.backends.base import Reason
+from lancebill.backends.base import Reason, Speed
 from lancebill.backends.oracle import AUTO, Choice
 from lancebill.errors import (
     CheckpointError,
@@ -293,7 +293,7 @@ class Takeover:
         except LancebillError as error:
             return Decision(False, f"vLLM ({error.render()})")
         choice = recipe.choice
-        if self.settings.backend == AUTO and not choice.backend.fast:
+        if self.settings.backend == AUTO and choice.backend.speed is Speed.DEFINITION:
             return Decision(False, f"vLLM (no fast backend of lancebill)\n{choice.table()}")
         if self._is_slower(choice):
             name = choice.backend.name
@@ -312,7 +312,7 @@ class Takeover:
         It may not be able to in checkpoints with a section about quantisation, even if the experts are plain in them.
         """
         asked = self.settings.backend != AUTO or self.settings.mode == REQUIRE
-        return not asked and self.source.config.method is None and not choice.backend.is_fast(choice.problem)
+        return not asked and self.source.config.method is None and not choice.beats_plain
 
     def _recipe(self, index: int, options: LoadOptions) -> Recipe:
         if self._experts is None:
