@@ -34,6 +34,7 @@ from lancebill.testing.families import judged_types
 FAMILY = "qwen3_moe"
 # Every matrix has whole blocks of all formats.
 SIZES = {"hidden_size": 256, "head_dim": 64, "vocab_size": 256}
+ALL_EXPERTS = {"num_experts_per_tok": 8}  # no choice of experts that rounding could flip
 INNER = {"moe_intermediate_size": 256, "intermediate_size": 256}
 TOKENS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
 # Formats of one family's experts alone, and of files without a config: they have cells of their own.
@@ -84,7 +85,7 @@ def gguf_models() -> list[str]:
 
 def source(folder: Path) -> Path:
     """An unquantised model in bf16, with tensors for each expert."""
-    with patch.dict(tiny.COMMON, SIZES), patch.dict(tiny.FAMILIES[FAMILY], INNER):
+    with patch.dict(tiny.COMMON, {**SIZES, **ALL_EXPERTS}), patch.dict(tiny.FAMILIES[FAMILY], INNER):
         assert tiny.save_model(transformers, FAMILY, folder)
     transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     return folder

@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds of one cell")
     parser.add_argument("--commit", default=os.environ.get("COMMIT"))
     parser.add_argument("--site", type=Path, help="a folder of packages that this interpreter may lack")
+    parser.add_argument("--cell", nargs=2, metavar=("NAME", "FOLDER"), help="run one cell in this process")
     parser.add_argument("--list", action="store_true", help="print the names of the cells")
     return parser.parse_args()
 
@@ -71,6 +72,7 @@ class Runner:
 
     def __init__(self, chosen: argparse.Namespace, work: Path) -> None:
         self.chosen, self.work = chosen, work
+        self.forks = can_fork(chosen.device)
         self.running: dict[int, Running] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
@@ -92,7 +94,7 @@ class Runner:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            _child(cell, self.chosen.device, folder)
+            _child(cell, self.chosen, folder, self.forks)
         self.running[pid] = Running(cell, folder)
 
     def _collect(self, total: int) -> None:
@@ -123,22 +125,45 @@ class Runner:
         print(f"[{len(self.results)}/{total}] {found['outcome']} {found['seconds']:.1f} s  {cell}{reason}", flush=True)
 
 
-def _child(cell: Any, device: str, folder: Path) -> None:
+def can_fork(device: str) -> bool:
+    """Whether a fork of this process can use the device: not if a library that it imported has touched the driver."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.zeros(1, device=device).cpu()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _child(cell: Any, chosen: argparse.Namespace, folder: Path, forks: bool) -> None:
     """In the new process: run the cell and leave what became of it in a file."""
     os.setsid()
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.enable()
-    found: dict[str, Any] = {}
+    if not forks:
+        site = [] if chosen.site is None else ["--site", str(chosen.site)]
+        words = [__file__, "--device", chosen.device, *site, "--cell", str(cell), str(folder)]
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", *words])
+    done = False
     try:
-        found = outcome(cell, device, folder / "files")
-        (folder / "result.part").write_text(json.dumps(found))
-        (folder / "result.part").rename(folder / "result.json")
+        done = run_here(cell, chosen.device, folder)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0 if found else 1)
+        os._exit(0 if done else 1)
+
+
+def run_here(cell: Any, device: str, folder: Path) -> bool:
+    faulthandler.enable()
+    found = outcome(cell, device, folder / "files")
+    (folder / "result.part").write_text(json.dumps(found))
+    (folder / "result.part").rename(folder / "result.json")
+    return True
 
 
 def outcome(cell: Any, device: str, folder: Path) -> dict[str, Any]:
@@ -183,10 +208,15 @@ def _said(*command: str) -> str:
 
 def main() -> None:
     chosen = arguments()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that asking for GPUs does not start the driver
     set_paths(chosen.site)
     started = time.monotonic()
     from all_cells import all_cells
 
+    if chosen.cell is not None:
+        name, folder = chosen.cell
+        run_here(next(cell for cell in all_cells() if str(cell) == name), chosen.device, Path(folder))
+        return
     cells = [cell for cell in all_cells() if chosen.part in (None, cell.part)]
     cells = [cell for cell in cells if all(word in str(cell) for word in chosen.only)]
     if chosen.list:
