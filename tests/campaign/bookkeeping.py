@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "tests/helpers", "tests/native", "tests/unit/checkpoint")]
+sys.path[:0] = [
+    str(ROOT / name) for name in ("benchmarks/old", ".", "tests/helpers", "tests/native", "tests/unit/checkpoint")
+]
 
 import machine  # noqa: E402  (a module of benchmarks/)
 

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import other_results
-import tool_table
-from figures import FIGURES, Target
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # of benchmarks
+
+import other_results  # noqa: E402
+import tool_table  # noqa: E402
+from figures import FIGURES, Target  # noqa: E402
+
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -57,7 +59,7 @@ def _runs() -> dict[str, dict[str, dict[str, Any]]]:
     for file, record in sorted(found, key=lambda one: (one[1]["date"], one[1].get("time", ""), one[0].name)):
         for name in record["figures"]:
             runs.setdefault(name, {})[f"{file.parent.name}"] = record
-    for name, machine, record in other_results.records(RESULTS):
+    for name, machine, record in other_results.measured():
         runs.setdefault(name, {})[machine] = record
     return runs
 

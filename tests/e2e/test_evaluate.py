@@ -141,7 +141,7 @@ def test_variants_are_parsed() -> None:
 
 
 def test_an_interrupted_run_is_scored_on_questions_that_all_variants_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "old"))
     from score_answers import score_variants  # type: ignore[import-not-found]
 
     kept = [

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "old" / "load_memory.py"
 FIXED = 40 << 20  # growth at any size: code pages, Python objects, and the slices that two threads pack
 
 

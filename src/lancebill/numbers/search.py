@@ -6,7 +6,7 @@ this module tries a few scales around the fitted one, and keeps the one with the
 errors. It looks at the weights only; no data is needed.
 
 An error counts as much as the weight is large, by its square. With equal counts the search clips large weights, on
-which a model depends most: the error over all weights falls, and yet the perplexity rises (`benchmarks/rounding.py`).
+which a model depends most: the error over all weights falls, and yet the perplexity rises (`benchmarks rounding`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def search_pays(spec: QuantSpec) -> bool:
     """Whether `convert` searches unless told otherwise: for types whose scales the native library tries.
 
     There the search takes less than twice the time of plain rounding, and the predictions of the demo's model come
-    nearer to those of its stored weights (`benchmarks/rounding.py`). Codes of codebooks are looked up in a table, and
+    nearer to those of its stored weights (`benchmarks rounding`). Codes of codebooks are looked up in a table, and
     one scale for a whole matrix is hardly better than another.
     """
     whole = finest(level.block for level in spec.levels) == TENSOR

@@ -13,7 +13,7 @@ from lancebill.backends.cpu import native
 
 PROGRAM = """
 import os, sys
-sys.path.insert(0, "benchmarks")
+sys.path.insert(0, "benchmarks/old")
 import torch
 torch.set_num_threads(1)  # otherwise making a tensor starts threads of OpenMP
 from lancebill.bench import timing

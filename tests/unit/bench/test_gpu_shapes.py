@@ -7,20 +7,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from project import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
 
 import gpu_cell
 import gpu_shapes
-import older_tables
-import result_files
-import shape_tables
-import summary
 from gpu_shapes import Budget, Layer, Run, chosen_layers, engine_batch, named_layers, parser, rotating_batches
 
 from lancebill.bench.check import expected_rows
@@ -47,8 +42,6 @@ class FakeWindows:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that writes to benchmarks/results/gpu-shapes/h200/run.json of a temporary folder."""
-    for module in (result_files, shape_tables, summary):
-        monkeypatch.setattr(module, "RESULTS", tmp_path, raising=False)
     monkeypatch.setattr(gpu_shapes, "clocks", str)
     for name, made in (("clocks", str), ("gpu_machine", dict)):
         monkeypatch.setattr(gpu_cell, name, made)
@@ -140,58 +133,3 @@ def test_a_layer_without_time_is_recorded_as_absent(run: Run) -> None:
     run.measure_layer(RANK, None, Budget(time.perf_counter() - 1, 1))
     assert run.record["rows"] == [] and set(run.record["absent"].values()) == {"out of time"}
     assert len(run.record["absent"]) == 4
-
-
-def cell(tokens: int, us: float, peer: float | None, routing: str = "uniform") -> dict[str, Any]:
-    against = {} if peer is None else {"humming": {"us": peer, "ratio": peer / us}}
-    names = {"shape": "deepseek-v3", "weights": "mxfp4", "activations": "fp8", "routing": routing}
-    return {**names, "tokens": tokens, "ours": {"us": us}, "of_floor": 0.5, "against": against}
-
-
-def test_tables_and_summary_show_the_newest_cells(run: Run) -> None:
-    folder = run.arguments.out.parent
-    runs = {
-        "a": [cell(1, 50.0, 40.0), cell(64, 100.0, 150.0), cell(64, 100.0, None, "zipf")],
-        "b": [cell(1, 40.0, 44.0), cell(64, 90.0, None)],
-    }
-    for name, rows in runs.items():
-        (folder / f"{name}.json").write_text(json.dumps({"date": name, "rows": rows}))
-    text = shape_tables.gpu_shapes()
-    assert "| mxfp4 x fp8 | 2 | 1.28x | 1.10x (deepseek-v3 at 1) | none |" in text
-    assert "| mxfp4 x fp8 | 1.10x (2.13x) | 1.50x (2.91x) |" in text  # half of the floor's speed: 1.94 times at 97 %
-    assert "| deepseek-v3, mxfp4 x fp8 | 40 (1.10x, 50%) | 100 (1.50x, 50%) |" in text
-    assert "| deepseek-v3, mxfp4 x fp8, zipf | 100 (50%) |" in text
-    (first, *_) = [row for row in summary.summary_rows() if row["table"] == "gpu-shapes"]
-    assert first == {
-        "table": "gpu-shapes", "machine": "h200", "shape": "deepseek-v3", "weights": "mxfp4", "activations": "fp8",
-        "routing": "uniform", "tokens": 1, "us": 50.0, "of_floor": 0.5, "peers": {"humming": 40.0},
-        "file": "gpu-shapes/h200/a.json",
-    }  # fmt: skip
-
-
-def test_int8_is_compared_with_bf16_of_the_same_run() -> None:
-    """And with what is possible, where reading the weights takes longer than multiplying."""
-    cell = {"shape": "mixtral-8x7b", "weights": "int8", "tokens": 4096, "run": "a", "against": {}}
-    cell |= {"ceilings": {"bf16": 800.0}, "tflops": 600.0, "floor_us": 15.0}  # 15 us of multiplying
-    rows = [cell | {"activations": "bf16", "ours": {"us": 30.0}}, cell | {"activations": "int8", "ours": {"us": 20.0}}]
-    assert "20 (1.50x)" in older_tables.integers(rows)
-    assert older_tables.integers([rows[0], rows[1] | {"run": "b"}]) == ""
-    assert "20 (1.50x of at most 1.67x)" in older_tables.integers([row | {"floor_us": 18.0} for row in rows])
-
-
-def test_older_kernels_are_compared_with_hopper_where_reading_bounds_both() -> None:
-    """Multiplying takes 50 us: not in a layer whose floor is that."""
-    cell = {
-        "weights": "mxfp4",
-        "activations": "bf16",
-        "ceilings": {"bf16": 800.0},
-        "tflops": 400.0,
-        "ours": {"us": 100.0},
-    }
-    rows = [
-        cell | {"shape": "a", "tokens": tokens, "floor_us": floor,
-                "against": {"marlin": {"ratio": 1.5}, "hopper": {"ratio": ratio}}}
-        for tokens, floor, ratio in ((16, 80.0, 0.9), (64, 80.0, 1.0), (256, 50.0, 0.5), (1024, 80.0, 0.5))
-    ]  # fmt: skip
-    assert "| 4 | 1.50x, lowest 1.50x (a at 16) | 2 | 0.95x, lowest 0.90x (a at 16) |" in older_tables.means(rows)
-    assert "| 1 | 1.50x, lowest 1.50x (a at 256) | 0 |  |" in older_tables.means(rows[2:3])

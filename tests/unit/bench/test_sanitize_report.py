@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from project import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
 
 from sanitize import clean, verdict_of
 from sanitize_barriers import barriers_before

@@ -1,4 +1,4 @@
-"""benchmarks/serve_accuracy.py against two servers that know different answers."""
+"""benchmarks/old/serve_accuracy.py against two servers that know different answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "old"
 
 
 def echoed(text: str, known: range) -> dict[str, list[object]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from project import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
 
 import vllm_bench_serve
 from server_processes import Cores, processes, processor_seconds

@@ -14,7 +14,7 @@ from lancebill.jit.compile import KernelSource
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.moe.device import parse_device
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
 
 from gpu_kernels import kernels_of
 from vllm_models import MODELS

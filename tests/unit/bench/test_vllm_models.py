@@ -13,7 +13,7 @@ from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.naming import find_family
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
 
 import vllm_models
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any
 
 import numpy as np
 import pytest
-from project import ROOT
 
+from benchmarks.runner import Row, records
 from lancebill.moe.model_shapes import NAMED
 from lancebill.split.ways import ExpertSize, Rates, Ways, choose_ways, expected_ways
-
-RUNS = ("2026-11-18t210702-30729ea",)
 
 
 @dataclass(frozen=True)
@@ -23,11 +19,11 @@ class Recorded:
     """One batch of a run: half of the experts in host memory, tokens routed to all alike."""
 
     run: str
-    row: dict[str, Any]
+    row: Row
     wire_gbs: float
 
     def __str__(self) -> str:
-        return f"{self.run[-7:]}-{self.row['shape']}-{self.row['spec']}-{self.row['tokens']}"
+        return f"{self.run[-7:]}-{self.row['shape']}-{self.row['weights']}-{self.row['tokens']}"
 
     @cached_property
     def rates(self) -> Rates:
@@ -37,7 +33,7 @@ class Recorded:
     @cached_property
     def size(self) -> ExpertSize:
         shape, missing = NAMED[self.row["shape"]], self.row["on_cpu"] + self.row["copied"]
-        stored = self.row["wire_us"] * self.wire_gbs * 1e3 / missing
+        stored = self.row["wire_ms"] * self.wire_gbs * 1e6 / missing
         return ExpertSize(round(stored), 6 * shape.hidden * shape.intermediate, 4 * shape.hidden)
 
     def choose(self) -> Ways:
@@ -53,13 +49,12 @@ class Recorded:
 
 
 def recorded() -> list[Recorded]:
-    found = []
-    for run in RUNS:
-        path = ROOT / "benchmarks" / "results" / "hybrid" / "h200" / f"{run}.json"
-        record = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in record["rows"] if row["kind"] == "prefill"]
-        found += [Recorded(run, row, record["machine"]["wire_gbs"]) for row in rows]
-    return found
+    return [
+        Recorded(record.path.stem, row, record.facts["wire_gbs"])
+        for record in records("hybrid", "h200")
+        for row in record.rows
+        if row["kind"] == "prefill"
+    ]
 
 
 @pytest.fixture(params=recorded(), ids=str)
@@ -85,9 +80,9 @@ def test_estimates_are_what_was_measured() -> None:
     for batch in recorded():
         row, ways = batch.row, batch.choose()
         if row["on_cpu"]:
-            cpu.append(batch.cpu_estimate(row["on_cpu"] + row["copied"]) / row["cpu_us"])
-        copied.append(ways.copied_us / row["copied_us"])
-        planned.append(ways.estimate_us / row["prefill_us"])
+            cpu.append(batch.cpu_estimate(row["on_cpu"] + row["copied"]) / row["cpu_ms"] / 1e3)
+        copied.append(ways.copied_us / row["copied_ms"] / 1e3)
+        planned.append(ways.estimate_us / row["prefill_ms"] / 1e3)
     assert 0.9 < median(cpu) < 1.1 and 0.85 < min(cpu) <= max(cpu) < 1.3, cpu
     assert 0.98 < median(copied) < 1.04 and 0.96 < min(copied) <= max(copied) < 1.05, copied
     assert 0.97 < median(planned) < 1.03 and 0.9 < min(planned) <= max(planned) < 1.05, planned

@@ -1,0 +1,1 @@
+"""Measures lancebill beside other implementations: `python -m benchmarks --list`, and docs/benchmarks.md."""
