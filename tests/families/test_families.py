@@ -13,7 +13,17 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 from judge import EXACT, check_left_experts, judge  # noqa: E402
-from tiny_models import CONFIG_MAPPING, JUDGED, MODELS, NEEDS, UNWRITABLE_NAMES, mixtures, tiny_config, tiny_model  # noqa: E402
+from tiny_models import (  # noqa: E402
+    CONFIG_MAPPING,
+    JUDGED,
+    MODELS,
+    NEEDS,
+    UNWRITABLE_NAMES,
+    mixtures,
+    plain_model,
+    tiny_config,
+    tiny_model,
+)
 
 import lancebill  # noqa: E402
 from lancebill.checkpoint.resolve.naming import TABLE  # noqa: E402
@@ -103,7 +113,7 @@ def test_a_family_without_a_row_is_refused_with_its_reason(name: str, tmp_path: 
     if name not in MODELS:
         pytest.skip("needs a newer transformers")
     config = tiny_config(name)
-    class_of(config)._from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    plain_model(config).save_pretrained(tmp_path)
     (problem,) = examine(tmp_path).problems
     assert WITHOUT_ROW[name] in problem.what
     with pytest.raises(UnsupportedFormat, match=WITHOUT_ROW[name]):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from initialised import initialised
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -160,7 +161,7 @@ def _shrunk(section: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 def tiny_model(model_type: str) -> Any:
     """A tiny model in fp32. Its experts and routers are random, with every bias, correction and table."""
     config = tiny_config(model_type)
-    model: Any = class_of(config)._from_config(config, dtype=torch.float32).eval()
+    model = plain_model(config)
     rows = names.find_family(config.to_dict()).mixtures
     gates = {name for row in rows for layer in range(2) for name in row.router.gates(layer)}
     generator = torch.Generator().manual_seed(7)
@@ -168,6 +169,11 @@ def tiny_model(model_type: str) -> Any:
         if name in gates or any(row.claim(name) is not None for row in rows):
             _fill(tensor.data, generator)
     return model
+
+
+def plain_model(config: PretrainedConfig) -> Any:
+    """transformers' model of a config, in fp32."""
+    return initialised(lambda: class_of(config)._from_config(config, dtype=torch.float32).eval())
 
 
 def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:

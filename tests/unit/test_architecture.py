@@ -279,7 +279,8 @@ def test_one_module_calls_transformers_loaders() -> None:
     assert [name for name in FILES if "trust_remote_code" in _text(name)] == [LOADERS]
     calls = {id(node.func): node for node in _all_nodes(LOADERS) if isinstance(node, ast.Call)}
     loading = [node for node in _loading(_tree(LOADERS)) if isinstance(node, ast.Attribute)]
-    assert len(loading) >= 5 and all(id(node) in calls and _says_no(calls[id(node)]) for node in loading)
+    silent = [ast.unparse(calls[id(node)]) for node in loading if not _says_no(calls[id(node)])]
+    assert len(loading) >= 5 and silent == ["kind.from_pretrained(folder)"]  # of a GenerationConfig: values alone
 
 
 def test_calls_of_loaders_are_found() -> None:

@@ -47,9 +47,9 @@ def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Any:
 
 
 def load_generation_config(kind: Any, folder: Path) -> Any:
-    """The folder's generation_config.json as a `kind`: GenerationConfig or a subclass."""
+    """The folder's generation_config.json as a `kind`: GenerationConfig or a subclass, which take no further words."""
     check_links(folder)
-    return kind.from_pretrained(folder, trust_remote_code=False)
+    return kind.from_pretrained(folder)
 
 
 def load_model(kind: Any, config: PretrainedConfig, **options: Any) -> Any:
