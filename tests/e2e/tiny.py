@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from initialised import initialised
 from torch import Tensor
 
 from lancebill.checkpoint.read.files import Checkpoint
@@ -52,7 +53,7 @@ def save_model(transformers: Any, family: str, folder: Path) -> bool:
     except (ValueError, KeyError):
         return False
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = initialised(lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "experts" in name or "correction" in name or "router.bias" in name:

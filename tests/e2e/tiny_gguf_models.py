@@ -8,6 +8,7 @@ from unittest import SkipTest
 import tiny
 import torch
 import transformers
+from initialised import initialised
 from tiny_gguf_deepseek import first_deepseek
 
 GROUPED = {"n_routed_experts": 16, "moe_intermediate_size": 32, "intermediate_size": 64, "n_shared_experts": 1}
@@ -103,7 +104,7 @@ def dense(family: str, more: dict[str, Any]) -> Any:
     except (ValueError, KeyError):
         raise SkipTest(f"transformers {transformers.__version__} has no {family}") from None
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = initialised(lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("tid2eid"):

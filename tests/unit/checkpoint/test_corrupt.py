@@ -226,6 +226,18 @@ def _write(*names: str) -> Callable[[Path], None]:
     return make
 
 
+def test_a_link_of_a_split_model_leads_to_a_gguf_file(tmp_path: Path) -> None:
+    """Also where one of the files is named, not the folder: `save_pretrained` copies all of them."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "private").write_bytes(gguf_bytes())
+    (folder / "m-00001-of-00002.gguf").write_bytes(gguf_bytes())
+    (folder / "m-00002-of-00002.gguf").symlink_to("../private")
+    for path in (folder, folder / "m-00001-of-00002.gguf"):
+        with pytest.raises(e.MalformedFile, match="points outside"):
+            Checkpoint.open(path)
+
+
 def _split_count(folder: Path) -> None:
     for i in (1, 2):
         pairs = (ARCH, string_bytes("split.count") + value_bytes(3))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from initialised import initialised
 from torch import Tensor, nn
 
 from lancebill.layer.routed_experts import RoutedExperts
@@ -45,7 +46,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     except (ValueError, KeyError):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = initialised(lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "experts" in name or "correction" in name or "router.bias" in name:

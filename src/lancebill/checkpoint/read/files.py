@@ -268,9 +268,9 @@ def model_path(path: Path) -> Path:
 
 def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
     files = split_files(path)
-    if folder is not None:
-        for file in files:
-            check_link(file, folder)
+    for file in files:
+        if folder is not None or file != path:  # `path` itself is what the user named
+            check_link(file, file.parent)
     config, tensors = read_gguf(files)
     return Checkpoint(folder or path, config, tensors, files=files)
 
