@@ -189,8 +189,8 @@ def test_no_pinned_memory_left_is_an_error(folder: Path, monkeypatch: pytest.Mon
     """
     allocate, split, given = gpu_queues.pinned, load(folder, gpu_experts=5), inputs(16)
     with pytest.raises(NotEnoughMemory, match="no pinned host memory is left"):
-        allocate(1 << 60, capturing=False)
-    monkeypatch.setattr(gpu_queues, "pinned", lambda size, capturing: allocate(size << 40, capturing))
+        allocate(1 << 60, torch.device("cuda", 0), capturing=False)
+    monkeypatch.setattr(gpu_queues, "pinned", lambda size, device, capturing: allocate(size << 40, device, capturing))
     monkeypatch.setattr(host_calls, "_BUFFERS", WeakValueDictionary())
     with pytest.raises(NotEnoughMemory, match="no pinned host memory is left"):
         run(split, given)

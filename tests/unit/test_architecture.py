@@ -229,6 +229,7 @@ PRIVATE_TORCH = {
     "backends/gpu/executor.py": "the device and stream of a call: public functions make objects of them",
     "backends/gpu/route_program.py": "likewise",
     "backends/gpu/decode_attention.py": "likewise",
+    "split/executor.py": "likewise",
     "split/gpu_queues.py": "likewise",
     "checkpoint/load/staging.py": "one launch for many copies",
     "integrations/transformers/decode_cache.py": "one launch for many fills",
@@ -249,6 +250,27 @@ def test_private_names_of_torch_are_few() -> None:
     imported = [(place, f"{node.module}.{a.name}") for place, node in _nodes(ast.ImportFrom) for a in node.names]
     private = {_file(place) for place, name in read + imported if re.match(r"torch\.([\w.]+\.)?_[a-zA-Z]", name)}
     assert private == set(PRIVATE_TORCH)
+
+
+# Functions of torch.cuda that are about the current GPU or its current stream unless they are told another.
+OF_THE_CURRENT_GPU = {
+    "Stream", "current_device", "current_stream", "default_stream", "get_device_capability", "get_device_name",
+    "get_device_properties", "is_current_stream_capturing", "max_memory_allocated", "max_memory_reserved",
+    "mem_get_info", "memory_allocated", "memory_reserved", "memory_stats", "reset_peak_memory_stats", "synchronize",
+}  # fmt: skip
+ASKS_FOR_THE_CURRENT_GPU = {
+    "moe/device.py": "what torch means by a device without a number",
+    "split/large_batches.py": "a capture has no device; the executor has made the layer's GPU the current one",
+}
+
+
+def test_gpus_are_named() -> None:
+    """A layer may be on another GPU than the current one."""
+    calls = [(place, node) for place, node in _nodes(ast.Call) if not node.args and not node.keywords]
+    asks = {_file(place) for place, node in calls if re.fullmatch(
+        rf"torch\.cuda\.({'|'.join(sorted(OF_THE_CURRENT_GPU))})", ast.unparse(node.func)
+    )}  # fmt: skip
+    assert asks == set(ASKS_FOR_THE_CURRENT_GPU)
 
 
 def test_nothing_from_a_file_is_executed() -> None:

@@ -202,7 +202,7 @@ def _load(sources: list[KernelSource], device: Any) -> None:
     from lancebill.jit.load import load_kernel
 
     with torch.cuda.device(device), ui.progress("loading", len(sources)) as advance:
-        torch.cuda.synchronize()  # creates the CUDA context and makes it current
+        torch.cuda.synchronize(device)  # creates the CUDA context and makes it current
         for source in sources:
             load_kernel(source, device.index)
             advance(1)

@@ -29,7 +29,7 @@ class Uses:
     def __init__(self, experts: int, device: torch.device) -> None:
         size = (experts + 1) * 8
         shared = device.type == "cuda"
-        memory = pinned(size, True) if shared else torch.empty(size, dtype=torch.uint8, device="cpu")
+        memory = pinned(size, device, True) if shared else torch.empty(size, dtype=torch.uint8, device="cpu")
         self.words = memory[:size].view(torch.int64).zero_()  # the number of calls, then the last use of each expert
         self._calls = ctypes.c_int64.from_address(self.words.data_ptr())  # reading a tensor takes much longer
         with done_at_once(device):
@@ -104,7 +104,7 @@ class StreamView(CallView):
     def __init__(self, live: Tensor, everywhere: Tensor, uses: Uses, queue: MailboxQueue) -> None:
         self.live, self.uses, self.device = live, uses, live.device.index or 0
         experts = live.numel()
-        self._memory = pinned(_LINE * 8 + experts * 4, queue.capturing)
+        self._memory = pinned(_LINE * 8 + experts * 4, live.device, queue.capturing)
         self.words = self._memory[:16].view(torch.int64).zero_()
         self.host = self._memory[_LINE * 8 : _LINE * 8 + experts * 4].view(torch.int32)
         with done_at_once(live.device):  # and not captured: a replay must not reset what it counts

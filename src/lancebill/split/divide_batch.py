@@ -115,7 +115,7 @@ def host_us(batch: LargeBatch, rates: Rates, prepare: Callable[[LargeBatch], Row
     """
     taken = []
     for _ in range(_TIMES):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(batch.x.device)
         start = time.perf_counter()
         first = copy_unasked(batch)
         then = time.perf_counter()
@@ -131,6 +131,6 @@ def host_us(batch: LargeBatch, rates: Rates, prepare: Callable[[LargeBatch], Row
             rows_us = len(sent.sums) * batch_costs(len(batch.x), batch.size, rates).row
             way = max(0.0, (time.perf_counter() - asked) * 1e6 - (call.computed_us() - before) - rows_us)
         taken.append(((then - start) * 1e6, (asked - then) * 1e6, way))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(batch.x.device)
     begin, divide, way = map(median, zip(*taken))
     return begin, divide, way

@@ -48,6 +48,10 @@ class SplitExecutor(Executor):
             return out
         on_gpu = x.device.type == "cuda"
         if on_gpu:
+            index = x.device.index or 0
+            if torch._C._cuda_getDevice() != index:  # captures are asked of, and memory is pinned for, the current GPU
+                with torch.cuda.device(index):
+                    return self.run(x, dispatch, out)
             x, ids, weights = x.contiguous(), dispatch.ids.contiguous(), dispatch.weights.contiguous()
             dispatch = Indexed(ids, weights, dispatch.expert_map)
         with self._maps(dispatch) as maps:

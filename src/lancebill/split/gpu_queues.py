@@ -80,7 +80,7 @@ class _GpuQueue:
             torch.mul(source, 1.0, out=target)
 
     def allocate(self, size: int) -> Tensor:
-        return pinned(size, self.capturing)
+        return pinned(size, self.device, self.capturing)
 
     def wait(self) -> None:
         self.stream.synchronize()
@@ -125,7 +125,7 @@ class MailboxQueue(_GpuQueue):
         self._asked: tuple[Mailbox, HostCall] | None = None
 
     def call(self, call: HostCall) -> None:
-        box = PINNED.of_queue(self.key, call.native, lambda size: pinned(size, self.capturing))
+        box = PINNED.of_queue(self.key, call.native, self.allocate)
         call.mailbox = box
         box.ring(self.device.index or 0, self.number, call.argument)
         self._asked = box, call
@@ -148,7 +148,7 @@ def _wide(rows: Tensor) -> Tensor:
     return rows if rows.shape[1] % word or rows.storage_offset() % word else rows.view(torch.int64)
 
 
-def pinned(size: int, capturing: bool) -> Tensor:
+def pinned(size: int, device: torch.device, capturing: bool) -> Tensor:
     """Bytes of host memory that a GPU can read and write in place.
 
     torch has pools of pinned memory for graphs, too, which end with the first graph that used them.
@@ -158,7 +158,7 @@ def pinned(size: int, capturing: bool) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     try:
-        return outside_pools(torch.device("cuda", torch.cuda.current_device()), None, make) if capturing else make()
+        return outside_pools(device, None, make) if capturing else make()
     except RuntimeError as error:
         raise NotEnoughMemory(
             "no pinned host memory is left for the CPU's part of a call",

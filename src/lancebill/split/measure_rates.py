@@ -50,7 +50,7 @@ def measure_rates(
         copies.append(copy_s)
         least = points[-1][1] if points else 0.0  # more tokens never take less time
         points.append((float(count), max(least, cpu_s * 1e6 / experts)))
-    pack_s = min(_pack_seconds(stage) for _ in range(_BEST_OF))
+    pack_s = min(_pack_seconds(stage, lane.device) for _ in range(_BEST_OF))
     one_us, one_token_us = _wave_line(stage, 1, lane.device)
     all_us, all_token_us = _wave_line(stage, stage.experts, lane.device)
     others = max(1, stage.experts - 1)
@@ -111,7 +111,7 @@ def _copies(
     starts = host.problem.experts - size + 1
     firsts = [i * size % starts for i in range(min(_MOST_COPIES, max(1, _COPIED // wave)))]
     waves = [range(first, first + size, step) for first in firsts]
-    torch.cuda.synchronize()  # the first copies wait for nothing
+    torch.cuda.synchronize(lane.device)  # the first copies wait for nothing
     start.record(lane.stream)
     for number in range(BUFFERS):
         copy_wave(stage, lane, held, waves, number)
@@ -156,12 +156,12 @@ def _next_seconds(call: HostCall, experts: int, of: int) -> float:
     return _seconds(call)
 
 
-def _pack_seconds(stage: Stage) -> float:
-    torch.cuda.synchronize()
+def _pack_seconds(stage: Stage, device: torch.device) -> float:
+    torch.cuda.synchronize(device)
     start = time.perf_counter()
     with assuming():  # as in a batch
         stage.pack_wave(0, stage.experts)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -183,9 +183,9 @@ def _wave_seconds(stage: Stage, experts: int, tokens: int, device: torch.device)
     places[places >= experts] = -1
     dispatch, best = Indexed(ids, torch.ones_like(ids, dtype=torch.float32)), float("inf")
     for _ in range(_BEST_OF):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         start = time.perf_counter()
         total.add_(run_part(stage.executor, x, dispatch, places, x.dtype))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best

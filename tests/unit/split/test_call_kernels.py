@@ -29,7 +29,9 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(driver, "in_context", lambda device: nullcontext())
     monkeypatch.setattr(launch_ptx, "_function", lambda ptx, kernel, device: kernel)
-    monkeypatch.setattr(call_views, "pinned", lambda size, capturing: torch.full((size,), 0xFF, dtype=torch.uint8))
+    monkeypatch.setattr(
+        call_views, "pinned", lambda size, device, capturing: torch.full((size,), 0xFF, dtype=torch.uint8)
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(driver, "Launch", launch)
 

@@ -56,12 +56,13 @@ def test_rates_are_measured_beside_no_batch(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("cpu_gbs", [1e-3, 1e9], ids=["copied", "computed"])
 def test_the_host_is_timed_with_a_batch(cpu_gbs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
-    executor, lane = layer.executor, OrderedLane()
+    executor, lane, waited = layer.executor, OrderedLane(), set[torch.device]()
     assert isinstance(executor, SplitExecutor)
     without_gpu(monkeypatch, lane, RATES)
-    monkeypatch.setattr(torch.cuda, "synchronize", lane.busy.clear)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (lane.busy.clear(), waited.add(device)))
     rates = Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=123.0)
     begin, divide, call = executor.large_batches._host_us(rates, torch.device("cpu"))
+    assert waited == {torch.device("cpu")}, "for the layer's device, not for the current GPU"
     assert (call == 123) == (cpu_gbs < 1) and call >= 0, "as assumed, if nothing was sent"
     assert begin > 0 and divide > 0 and lane.copied % expert_size(executor.host.executor).bytes == 0 < lane.copied
 
@@ -87,17 +88,18 @@ class PassedEvent:
 @needs_kernels
 def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=1)
-    executor, lane = layer.executor, OrderedLane()
+    executor, lane, waited = layer.executor, OrderedLane(), set[torch.device]()
     assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
     host = layer.host_experts.executor
     assert isinstance(host, CpuExecutor)
     monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
     monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.add)
     vars(lane).update(stream=None, device=torch.device("cpu"))
     stage = Stage.make(executor.own, host, torch.device("cpu"))
     rates = measure_rates.measure_rates(host, stage, lane, lambda rates: (5.0, rates.wave_experts, 7.0))  # type: ignore[arg-type]
     each = expert_size(host).bytes
+    assert waited == {lane.device}  # type: ignore[attr-defined]
     assert rates.wait_us == 5.0 and rates.divide_us == rates.wave_experts == 1 and rates.call_us == 7.0
     assert [round(tokens) for tokens, _ in rates.cpu_points] == [1, 8, 24, 72, 136]
     assert rates.copy_gbs == pytest.approx(64 * each / 8e-3 / 1e9), "64 waves of one expert in 8 ms"
@@ -115,17 +117,20 @@ def test_rates_are_measured_at_several_numbers_of_tokens(tmp_path: Path, monkeyp
 @needs_kernels
 def test_experts_without_neighbours_take_longer_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), tmp_path / "m"), 0, gpu_experts=0)
-    executor, lane, pieces = layer.executor, OrderedLane(), list[int]()
+    executor, lane, pieces, waited = layer.executor, OrderedLane(), list[int](), set[torch.device]()
     assert isinstance(executor, SplitExecutor) and isinstance(executor.host.executor, CpuExecutor)
     host, each = executor.host.executor, expert_size(executor.host.executor).bytes
     monkeypatch.setattr(streamed, "WAVE_BYTES", 2 * each)
     monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.add)
     monkeypatch.setattr(PassedEvent, "elapsed_time", lambda start, end: float(len(pieces)))  # ms
     copy = lane.copy
-    vars(lane).update(stream=None, copy=lambda *given: (pieces.append(given[4]), copy(*given)))
+    vars(lane).update(
+        stream=None, device=torch.device("cpu"), copy=lambda *given: (pieces.append(given[4]), copy(*given))
+    )
     stage = Stage.make(executor.own, host, torch.device("cpu"))
     run_us = measure_rates._run_us(host, stage, lane, 2 * each)  # type: ignore[arg-type]
+    assert waited == {lane.device}  # type: ignore[attr-defined]
     pairs = len(pieces) // 3
     assert set(pieces[:pairs]) == {2} and set(pieces[pairs:]) == {1}, "two by two, then one by one"
     assert run_us == pytest.approx((3 * pairs - pairs) / 64 * 1e3)

@@ -69,4 +69,4 @@ def test_the_hosts_part_needs_a_thread_and_memory_that_a_gpu_sees(monkeypatch: p
     check_split(None, 1, "off", 8)
     if not torch.cuda.is_available():
         with pytest.raises(NotEnoughMemory, match="no pinned host memory"):
-            pinned(64, capturing=False)
+            pinned(64, torch.device("cuda", 0), capturing=False)
