@@ -19,6 +19,7 @@ from judge import (
     stored_tensors,
     tiny_model,
     tiny_tokenizer,
+    with_positive_weights,
 )
 from torch import Tensor
 
@@ -77,6 +78,14 @@ def test_settings(name: str, tmp_path: Path) -> None:
     assert_judged(folder, _judged(folder), rounding=ROUNDING if "NVFP4" in scheme else 0.0)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("fmt", ["auto_gptq", "auto_round:auto_gptq", "auto_round"])
+def test_positive_weights(fmt: str, bits: int, tmp_path: Path) -> None:
+    """Their zero points are 0, which this release stores as 1 in version 1."""
+    folder = _written(tmp_path, f"W{bits}A16", fmt, with_positive_weights(tiny_model("qwen3_moe")), sym=False)
+    assert_judged(folder, _judged(folder))
+
+
 @pytest.mark.parametrize("fmt", ["auto_round", "auto_gptq", "llm_compressor"])
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precision(name: str, fmt: str, tmp_path: Path) -> None:
@@ -90,8 +99,10 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert_judged(folder, _judged(folder))
 
 
-def _written(folder: Path, scheme: str, fmt: str, family: str = "qwen3_moe", iters: int = 0, **options: Any) -> Path:
-    tiny_model(family).save_pretrained(folder / "plain")
+def _written(
+    folder: Path, scheme: str, fmt: str, original: Any = None, family: str = "qwen3_moe", iters: int = 0, **options: Any
+) -> Path:
+    (original or tiny_model(family)).save_pretrained(folder / "plain")
     tiny_tokenizer().save_pretrained(folder / "plain")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.bfloat16)
     data = torch.utils.data.DataLoader([batch["input_ids"][0] for batch in calibration()], batch_size=2)

@@ -8,9 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from judge import FAMILIES, Layers, assert_judged, calibration, named_experts, tiny_model, tiny_tokenizer
+from judge import (
+    FAMILIES,
+    Layers,
+    assert_judged,
+    calibration,
+    named_experts,
+    stored_tensors,
+    tiny_model,
+    tiny_tokenizer,
+    with_positive_weights,
+)
+from typer.testing import CliRunner
 
+from lancebill.cli.main import app
 from lancebill.cli.verify import examine
+from lancebill.numbers.bit_packing import unpack_bits
 
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its default on two cores is one, with which it does not start
 gptqmodel = pytest.importorskip("gptqmodel")
@@ -28,6 +41,11 @@ GPTQ: dict[str, dict[str, Any]] = {
     "int4-channel": {"group_size": -1, "act_group_aware": False},
     "int4-down-8-bits": {"dynamic": {r"+:.*\.down_proj": {"bits": 8, "group_size": 32}}},
     "int4-without-attention": {"dynamic": {r"-:.*self_attn.*": {}}},
+}
+# Zero points of 0, which it stores as a difference of whole words: a zero borrows from its neighbour.
+ZEROS: dict[str, dict[str, Any]] = {
+    "int2-g16": {"bits": 2, "group_size": 16},
+    **{f"int{bits}-positive": {"bits": bits} for bits in (2, 3, 4, 8)},
 }
 FP8: dict[str, dict[str, Any]] = {
     "row": {},
@@ -50,6 +68,25 @@ def test_gptq(name: str, tmp_path: Path) -> None:
     assert_judged(_written(tmp_path, settings), _judged(tmp_path))
 
 
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_points_of_0(name: str, tmp_path: Path) -> None:
+    settings = configs.QuantizeConfig(**{"group_size": 64, "desc_act": False, "sym": False, **ZEROS[name]})
+    model = tiny_model("qwen3_moe")
+    folder = _written(tmp_path, settings, with_positive_weights(model) if "positive" in name else model)
+    assert _has_codes_of_all_ones(folder, settings.bits), "no zero point is 0: nothing was tested"
+    assert_judged(folder, _judged(tmp_path))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("zero_point", ["", "-zp"])
+def test_it_reads_what_convert_writes(bits: int, zero_point: str, tmp_path: Path) -> None:
+    plain, written = tmp_path / "plain", tmp_path / "quantised"
+    _save(with_positive_weights(tiny_model("qwen3_moe")), plain)
+    arguments = ["convert", str(plain), str(written), "--to", f"int{bits}-g64:fp16{zero_point}", "--format", "gptq"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert_judged(written, _judged(tmp_path))
+
+
 def test_rounding_to_nearest(tmp_path: Path) -> None:
     assert_judged(_written(tmp_path, configs.RTNConfig(bits=4, group_size=64)), _judged(tmp_path))
 
@@ -63,25 +100,36 @@ def test_fp8(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", *FAILING, *LEFT_OUT)])
 def test_family(family: str, tmp_path: Path) -> None:
     settings = configs.QuantizeConfig(bits=4, group_size=64, desc_act=False)
-    assert_judged(_written(tmp_path, settings, family), _judged(tmp_path))
+    assert_judged(_written(tmp_path, settings, tiny_model(family)), _judged(tmp_path))
 
 
 @pytest.mark.parametrize("family", LEFT_OUT)
 def test_experts_that_were_left_out_are_reported(family: str, tmp_path: Path) -> None:
     """It quantises the attention of these families only, and the config does not say so."""
-    report = examine(_written(tmp_path, configs.QuantizeConfig(bits=4, group_size=64, desc_act=False), family))
+    settings = configs.QuantizeConfig(bits=4, group_size=64, desc_act=False)
+    report = examine(_written(tmp_path, settings, tiny_model(family)))
     assert len(report.problems) == 1 and "not quantised" in report.problems[0].render(), report
 
 
-def _written(folder: Path, settings: Any, family: str = "qwen3_moe") -> Path:
+def _has_codes_of_all_ones(folder: Path, bits: int) -> bool:
+    stored = (tensor for name, tensor in stored_tensors(folder).items() if name.endswith(".qzeros"))
+    codes = (unpack_bits(words, bits, words.shape[1] * 32 // bits) for words in stored)
+    return any(bool((found == (1 << bits) - 1).any()) for found in codes)
+
+
+def _written(folder: Path, settings: Any, original: Any = None) -> Path:
     plain, quantised = folder / "plain", folder / "quantised"
-    tiny_model(family).save_pretrained(plain)
-    tiny_tokenizer().save_pretrained(plain)
+    _save(original or tiny_model("qwen3_moe"), plain)
     model = gptqmodel.GPTQModel.load(str(plain), settings, device="cpu")
     rows = [batch["input_ids"][0].tolist() for batch in calibration()]
     model.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1)
     model.save(str(quantised))
     return quantised
+
+
+def _save(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
 
 
 def _judged(folder: Path, dtype: torch.dtype = torch.float16) -> Layers:

@@ -15,6 +15,7 @@ from typing import Any
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats import awq, compressed_tensors, fp8, gptq
 from lancebill.formats._ct_config import FIXED, ONE_LEVEL, weight_args, write_config
+from lancebill.formats._gptq_zeros import Zeros
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
@@ -62,9 +63,9 @@ class AutoRound(Format):
     name = "auto-round"
     used = PER_MODULE | {
         "packing_format", "desc_act", "extra_config", "block_name_to_quantize", "to_quant_block_names",
-        "modules_to_not_convert", *UNREADABLE, *FP8_KEYS,
+        "modules_to_not_convert", "autoround_version", *UNREADABLE, *FP8_KEYS,
     }  # fmt: skip
-    ignored = TUNING_KEYS | {
+    ignored = TUNING_KEYS - used | {
         "backend",
         "vllm_backend",
         "static_kv_dtype",
@@ -115,14 +116,15 @@ class AutoRound(Format):
             skipped = config.quant.get("modules_to_not_convert")
             quant = {**shared, "zero_point": not symmetric, "modules_to_not_convert": skipped}
             return awq.FORMAT, replace(config, quant=quant, method="awq")
-        quant = {**shared, "sym": symmetric, "desc_act": config.quant.get("desc_act"), "checkpoint_format": kind}
+        kept = {key: config.quant.get(key) for key in ("desc_act", "autoround_version")}
+        quant = {**shared, **kept, "sym": symmetric, "checkpoint_format": kind}
         return gptq.FORMAT, replace(config, quant=quant, method="gptq")
 
     def examples(self) -> Iterator[Example]:
         for symmetric in (True, False):
             spec = int_spec(4, group(64), zero_point=not symmetric, scale=F16)
             integers = {"bits": 4, "group_size": 64, "sym": symmetric, "data_type": "int"}
-            v1, v2 = (gptq.gptq_scheme(spec, offset=offset, desc_act=False) for offset in (1, 0))
+            v1, v2 = (gptq.gptq_scheme(spec, zeros=zeros, desc_act=False) for zeros in (Zeros.UNNAMED, Zeros.PLAIN))
             yield _example(integers, "auto_round:auto_gptq", v1)
             yield _example(integers, "auto_round:gptqmodel", v2)
             yield _example(integers, "auto_round:auto_awq", awq.awq_scheme(spec))

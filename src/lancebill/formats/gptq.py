@@ -1,7 +1,7 @@
 """GPTQ: integers packed along K, zero points packed along N, an optional act-order.
 
-Version 1 stores every zero point minus one, so zero points range over 1 .. 2**b; version 2 stores
-them unchanged. Symmetric checkpoints store zero points too; these are checked to be the middle code.
+Version 1 stores every zero point minus one, version 2 stores them unchanged (`_gptq_zeros.py`).
+Symmetric checkpoints store zero points too; these are checked to be the middle code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats._act_order import group_order, reordered, to_natural_order, unlike_natural
+from lancebill.formats._gptq_zeros import Zeros, pack_zeros, unpack_zeros, version_1
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import (
@@ -35,7 +36,7 @@ from lancebill.formats.base import (
     part,
     require,
 )
-from lancebill.numbers.bit_packing import pack_bits, transposed, turned_stream_codes, unpack_bits
+from lancebill.numbers.bit_packing import pack_bits, transposed, turned_stream_codes
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, Block, QuantSpec, group, int_spec
 from lancebill.numbers.unusual import unusual
@@ -50,12 +51,12 @@ class GptqScheme(Scheme):
 
     batched = True
 
-    offset: int = 1  # added to the stored zero points: 1 in version 1, 0 in version 2
+    zeros: Zeros = Zeros.UNNAMED
     desc_act: bool = False
 
     @property
     def zero_range(self) -> tuple[int, int]:
-        return self.offset, (1 << self.spec.dtype.bits) - 1 + self.offset
+        return self.zeros.range(self.spec.dtype.bits)
 
     @property
     def act_order(self) -> bool:
@@ -70,10 +71,11 @@ class GptqScheme(Scheme):
         codes = turned_stream_codes(stored["codes"], bits, k)
         scale = transposed(stored["scale"])
         zero = None
-        if "zero" in stored and not (self.spec.zero is None and self._all_middle(stored["zero"], n)):
-            # Add the offset after unpacking: adding it to packed words would carry into the next zero point.
-            zero = transposed(unpack_bits(stored["zero"], bits, n)).to(torch.int16) + self.offset
-        if self.spec.zero is None:
+        symmetric = self.spec.zero is None
+        if "zero" in stored and not (symmetric and self._all_middle(stored["zero"], n)):
+            zeros = unpack_zeros(stored["zero"], bits, n, self.zeros, symmetric=symmetric)
+            zero = transposed(zeros).to(torch.int16)
+        if symmetric:
             check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores zero - 1)")
             zero = None
         perm = self._perm(stored["perm"], k) if "perm" in stored else None
@@ -85,10 +87,9 @@ class GptqScheme(Scheme):
         zero = weight.zero
         if zero is None:
             zero = torch.full_like(weight.scales[0], 1 << (bits - 1), dtype=torch.int16)
-        stored_zero = (zero - self.offset).to(torch.uint8).t()
         return {
             "codes": pack_bits(codes, bits, torch.int32).t().contiguous(),
-            "zero": pack_bits(stored_zero, bits, torch.int32),
+            "zero": pack_zeros(zero.t(), bits, self.zeros),
             "scale": weight.scales[0].t().contiguous(),
             "perm": g_idx,
         }
@@ -98,7 +99,7 @@ class GptqScheme(Scheme):
         bits = self.spec.dtype.bits
         if n * bits % 32 or 32 % bits:
             return False
-        middle = (1 << (bits - 1)) - self.offset
+        middle = (1 << (bits - 1)) - (self.zeros is not Zeros.PLAIN)
         word = sum(middle << shift for shift in range(0, 32, bits))
         return not unusual((words != word - (word >> 31 << 32)).any())
 
@@ -127,8 +128,8 @@ def check_symmetric(zero: Tensor | None, bits: int, hint: str) -> None:
         )
 
 
-def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
-    """The scheme of a spec; `offset` selects the version."""
+def gptq_scheme(spec: QuantSpec, *, zeros: Zeros, desc_act: bool) -> GptqScheme:
+    """The scheme of a spec."""
     groups = "1" if spec.group == ALL else f"k/{spec.group}"
     bits = spec.dtype.bits
     scale = FLOAT_NAMES[spec.scales[0].dtype]
@@ -139,7 +140,7 @@ def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
         part("perm", ".g_idx", "I32", "k", optional=not desc_act, whole=desc_act),
         BIAS,
     )
-    return GptqScheme(spec, parts, offset, desc_act)
+    return GptqScheme(spec, parts, zeros, desc_act)
 
 
 def group_block(size: int, source: str) -> Block:
@@ -163,11 +164,11 @@ class Gptq(Format):
     used = frozenset(
         {
             "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype", "dynamic",
-            "is_marlin_format", "data_type",
+            "is_marlin_format", "data_type", "meta", "autoround_version",
         }
     )  # fmt: skip
-    ignored = TUNING_KEYS | {
-        "to_quant_block_names", "meta", "method", "modules_in_block_to_quantize", "static_groups",
+    ignored = TUNING_KEYS - used | {
+        "to_quant_block_names", "method", "modules_in_block_to_quantize", "static_groups",
         "damp_auto_increment", "quantizer",
         "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "use_exllama",
         "max_input_length", "exllama_config", "cache_block_outputs", "tokenizer", "use_cuda_fp16",
@@ -188,10 +189,10 @@ class Gptq(Format):
         scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)
         spec = int_spec(bits, block, zero_point=not optional(merged, "sym", bool, True), scale=scale)
         desc_act = optional(merged, "desc_act", bool, False) and block != CHANNEL  # a single group has no order
-        return gptq_scheme(spec, offset=self._offset(merged), desc_act=desc_act)
+        return gptq_scheme(spec, zeros=self._zeros(merged, bits), desc_act=desc_act)
 
-    def _offset(self, config: Config) -> int:
-        """What to add to the stored zero points, from the version under any of its keys."""
+    def _zeros(self, config: Config, bits: int) -> Zeros:
+        """From the version under any of its keys."""
         version = optional(config, "checkpoint_format", str, optional(config, "format", str, config.method))
         if optional(config, "is_marlin_format", bool, False):
             version = "marlin"
@@ -203,32 +204,37 @@ class Gptq(Format):
                 got=version,
                 hint="export the checkpoint again as gptq",
             )
-        return int(version == "gptq")
+        return version_1(config.quant, bits) if version == "gptq" else Zeros.PLAIN
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         if not grouped_integers(spec, BITS):
             raise CannotEncode(
                 "GPTQ stores 2-, 3-, 4- and 8-bit integers with 16-bit scales per group or channel", got=spec
             )
-        # Version 1 cannot store a zero point of 0.
-        config = _config(spec, "gptq_v2" if spec.zero is not None else "gptq", desc_act=False)
+        # Version 1 stores a zero point of 0 in several ways.
+        version, zeros = ("gptq", Zeros.UNNAMED) if spec.zero is None else ("gptq_v2", Zeros.PLAIN)
+        config = _config(spec, version, desc_act=False)
         config["dynamic"] = {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {}
-        return config, gptq_scheme(spec, offset=int(spec.zero is None), desc_act=False)
+        return config, gptq_scheme(spec, zeros=zeros, desc_act=False)
 
     def examples(self) -> Iterator[Example]:
         for bits in BITS:
             for sym in (True, False):
-                for version, offset in (("gptq", 1), ("gptq_v2", 0)):
-                    spec = int_spec(bits, group(64), zero_point=not sym, scale=F16)
-                    yield self._example(spec, version, offset, desc_act=False)
-        yield self._example(int_spec(4, group(32), zero_point=True, scale=F16), "gptq", 1, desc_act=True)
-        yield self._example(int_spec(4, CHANNEL, scale=F16), "gptq", 1, desc_act=False)
-        yield self._example(int_spec(8, CHANNEL, scale=BF16), "gptq_v2", 0, desc_act=False)
+                for version in ("gptq", "gptq_v2"):
+                    yield self._example(int_spec(bits, group(64), zero_point=not sym, scale=F16), version)
+            for quantizer in ("gptqmodel:7.6.0", *(["gptqmodel:6.0.3"] if bits == 3 else [])):
+                spec = int_spec(bits, group(64), zero_point=True, scale=F16)
+                yield self._example(spec, "gptq", quantizer=quantizer)
+        yield self._example(int_spec(4, group(32), zero_point=True, scale=F16), "gptq", desc_act=True)
+        yield self._example(int_spec(4, CHANNEL, scale=F16), "gptq")
+        yield self._example(int_spec(8, CHANNEL, scale=BF16), "gptq_v2")
 
-    def _example(self, spec: QuantSpec, version: str, offset: int, *, desc_act: bool) -> Example:
-        name = f"{spec}-{version}{'-actorder' if desc_act else ''}"
-        config = Config(quant=_config(spec, version, desc_act=desc_act), method="gptq")
-        return Example(name, config, gptq_scheme(spec, offset=offset, desc_act=desc_act))
+    def _example(self, spec: QuantSpec, version: str, *, desc_act: bool = False, quantizer: str = "") -> Example:
+        words = [str(spec), version, *(["actorder"] if desc_act else []), *([quantizer] if quantizer else [])]
+        meta = {"meta": {"quantizer": [quantizer]}} if quantizer else {}
+        config = Config(quant={**_config(spec, version, desc_act=desc_act), **meta}, method="gptq")
+        zeros = self._zeros(config, spec.dtype.bits)
+        return Example("-".join(words), config, gptq_scheme(spec, zeros=zeros, desc_act=desc_act))
 
 
 def _config(spec: QuantSpec, version: str, *, desc_act: bool) -> dict[str, Any]:

@@ -109,6 +109,8 @@ INVALID = [
     (("modelopt", "NVFP4"), ".weight_scale_2", lambda t: t.fill_(torch.inf), "scale 2: NaN or infinite"),
     (("gptq", "int4-g32:fp16-zp-gptq-actorder"), ".g_idx", set_byte(3), "g_idx"),
     (("gptq", "int4-g64:fp16-gptq"), ".qzeros", set_zero, "zero points"),
+    (("gptq", "int4-g64:fp16-zp-gptq"), ".qzeros", set_byte(0x7F), "the config names no tool"),
+    (("auto-round", "auto_round:auto_gptq-int4-g64:fp16-zp"), ".qzeros", set_byte(0x7F), "the config names no tool"),
 ]
 
 

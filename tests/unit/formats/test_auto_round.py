@@ -10,6 +10,7 @@ import torch
 
 from lancebill.errors import BadValue, UnsupportedFormat
 from lancebill.formats import detect, registry
+from lancebill.formats._gptq_zeros import Zeros
 from lancebill.formats.auto_round import FORMAT
 from lancebill.formats.awq import AwqScheme
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
@@ -40,18 +41,18 @@ def test_all_method_names_are_accepted(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("packing", "offset"),
+    ("packing", "zeros"),
     [
-        (None, 1),
-        ("auto_round:auto_gptq", 1),
-        ("auto_round:gptq", 1),
-        ("auto_round:gptqmodel", 0),
-        ("auto_round", 0),
+        (None, Zeros.BORROWING),
+        ("auto_round:auto_gptq", Zeros.BORROWING),
+        ("auto_round:gptq", Zeros.BORROWING),
+        ("auto_round:gptqmodel", Zeros.PLAIN),
+        ("auto_round", Zeros.PLAIN),
     ],
 )
-def test_gptq_zero_point_offset_depends_on_the_packing(packing: str | None, offset: int) -> None:
-    scheme = resolve(packing_format=packing, sym=False)
-    assert isinstance(scheme, GptqScheme) and scheme.offset == offset and not scheme.act_order
+def test_gptq_zero_points_depend_on_the_packing(packing: str | None, zeros: Zeros) -> None:
+    scheme = resolve(packing_format=packing, sym=False, autoround_version="0.14.2")
+    assert isinstance(scheme, GptqScheme) and scheme.zeros is zeros and not scheme.act_order
     word = np.array([0x19F078E3], dtype=np.uint32).view(np.int32)
     stored = {
         "codes": torch.from_numpy(word.copy()).reshape(1, 1).repeat(1, 8),
@@ -59,9 +60,9 @@ def test_gptq_zero_point_offset_depends_on_the_packing(packing: str | None, offs
         "scale": torch.full((1, 8), 0.5, dtype=torch.float16),
     }
     values = dequantize(scheme.decode(stored, 8, 8))[0].tolist()
-    step = 0.5 * (1 - offset)
+    step = 0.5 if zeros is Zeros.PLAIN else 0.0
     assert values == [v + step for v in (-2.5, 3, 0, -0.5, -4, 3.5, 0.5, -3.5)]
-    if offset == 0:
+    if zeros is Zeros.PLAIN:
         return
     stored["zero"] += 0x11111111
     with pytest.raises(BadValue, match="symmetric"):

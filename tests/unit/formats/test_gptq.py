@@ -14,6 +14,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
+from lancebill.formats._gptq_zeros import Zeros
 from lancebill.formats.base import Config, Dense, Module, Stored
 from lancebill.formats.gptq import FORMAT, GptqScheme, gptq_scheme
 from lancebill.numbers.codec import dequantize, quantize
@@ -81,17 +82,52 @@ def test_values_of_both_versions(version: str, expected: list[float]) -> None:
     assert dequantize(scheme.decode(stored, 8, 8)).tolist() == [expected] * 8
 
 
-def test_zero_points_are_incremented_after_unpacking() -> None:
-    """0x7777777F + 0x11111111 would carry into the second zero point."""
-    scheme = resolve(group_size=-1, sym=False)
-    stored = {
-        "codes": torch.zeros(1, 8, dtype=torch.int32),
-        "zero": words(0x7777777F).reshape(1, 1),
-        "scale": torch.ones(1, 8, dtype=torch.float16),
+GPTQMODEL, AUTO_ROUND = {"meta": {"quantizer": ["optimum:2.1.0", "gptqmodel:7.6.0"]}}, {"autoround_version": "0.14.2"}
+OLD = {"meta": {"quantizer": "gptqmodel:5.0.0"}}
+
+
+@pytest.mark.parametrize(
+    ("bits", "tool", "zero", "stored"),
+    [
+        pytest.param(4, GPTQMODEL, [0] + [8] * 7, [0x7777776F], id="a zero borrows"),
+        pytest.param(4, AUTO_ROUND, [0] + [8] * 7, [0x7777776F], id="AutoRound"),
+        pytest.param(4, GPTQMODEL, [0] * 8, [0xEEEEEEEF], id="all positive"),
+        pytest.param(4, GPTQMODEL, [9, 8, 8, 8, 8, 8, 8, 0], [0xF7777778], id="from nothing"),
+        pytest.param(2, GPTQMODEL, [0] + [2] * 15, [0x55555553], id="2 bits"),
+        pytest.param(8, GPTQMODEL, [0, 128, 128, 0], [0xFF7F7EFF], id="8 bits"),
+        pytest.param(3, GPTQMODEL, [0] * 32, [0xFFFFFFFF] * 3, id="3 bits"),
+        pytest.param(3, GPTQMODEL, [0] + [4] * 31, [0xDB6DB6DF, 0xB6DB6DB6, 0x6DB6DB6D], id="3 bits do not borrow"),
+        pytest.param(3, OLD, [4] * 32, [0x00000000, 0xB6DB6DB7, 0x49249249], id="before 7.0"),
+        pytest.param(3, OLD, [0] * 32, [0xDB6DB6DC, 0x6DB6DB6E, 0xB6DB6DB7], id="before 7.0, positive"),
+    ],
+)
+def test_zero_points_of_0_in_version_1(bits: int, tool: dict[str, Any], zero: list[int], stored: list[int]) -> None:
+    """As the named tool reads and writes them, by hand."""
+    n = len(zero)
+    scheme = resolve(bits=bits, group_size=-1, sym=False, **tool)
+    given = {
+        "codes": torch.zeros(bits, n, dtype=torch.int32),
+        "zero": words(*stored).reshape(1, -1),
+        "scale": torch.ones(1, n, dtype=torch.float16),
     }
-    weight = scheme.decode(stored, 8, 8)
-    assert weight.zero is not None and weight.zero.flatten().tolist() == [16, 8, 8, 8, 8, 8, 8, 8]
-    assert torch.equal(scheme.encode(weight)["zero"], stored["zero"])
+    weight = scheme.decode(given, n, 32)
+    assert weight.zero is not None and weight.zero.flatten().tolist() == zero
+    assert torch.equal(scheme.encode(weight)["zero"], given["zero"])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("tool", [{}, {"autoround_version": "0.12.3"}, {"meta": {"quantizer": ["gptqmodel:0.8.1"]}}])
+def test_zero_points_of_0_need_the_tool(bits: int, tool: dict[str, Any]) -> None:
+    """Without a known tool nobody can say whether a code of all ones has borrowed from the next one."""
+    scheme = resolve(bits=bits, group_size=32, sym=False, **tool)
+    weight = random_weight(scheme, 32, 64, torch.Generator().manual_seed(0))
+    stored = scheme.encode(weight)
+    assert scheme.decode(stored, 32, 64).equals(weight)
+    stored["zero"][0, 0] |= (1 << bits) - 1
+    with pytest.raises(BadValue, match="the config names no tool"):
+        scheme.decode(stored, 32, 64)
+    named = resolve(bits=bits, group_size=32, sym=False, **GPTQMODEL)
+    assert named.decode(stored, 32, 64).zero[0, 0] == 0  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("version", "word"), [("gptq", 0x77777777), ("gptq_v2", 0x88888888)])
@@ -115,9 +151,9 @@ def test_symmetric_zero_points_are_written_and_checked(version: str, word: int) 
 @pytest.mark.parametrize("desc_act", [False, True])
 def test_agrees_with_a_bit_by_bit_packer(bits: int, version: str, desc_act: bool) -> None:
     rng = np.random.default_rng(bits)
-    n, k, size, offset = 40, 96, 32, int(version == "gptq")
+    n, k, size, offset = 40, 96, 32, int(version == "gptq")  # zero points of 0: see above
     codes = rng.integers(0, 1 << bits, (n, k))
-    zero = rng.integers(offset, (1 << bits) + offset, (n, k // size))
+    zero = rng.integers(offset, 1 << bits, (n, k // size))
     scale = rng.standard_normal((n, k // size)).astype(np.float16)
     g_idx = np.arange(k) // size
     if desc_act:
@@ -273,11 +309,18 @@ def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -
 
 
 def test_config_keys_of_the_version() -> None:
-    assert resolve().offset == 1
-    assert resolve(format="gptq_v2").offset == 0
-    assert resolve(checkpoint_format="gptq", format="gptq_v2").offset == 1
+    assert resolve().zeros is Zeros.UNNAMED
+    assert resolve(format="gptq_v2").zeros is Zeros.PLAIN
+    assert resolve(checkpoint_format="gptq", format="gptq_v2").zeros is Zeros.UNNAMED
     old = FORMAT.scheme(Config(quant=dict(config().quant), method="gptq_v2"), Module(NAME))
-    assert isinstance(old, GptqScheme) and old.offset == 0
+    assert isinstance(old, GptqScheme) and old.zeros is Zeros.PLAIN
+
+
+@pytest.mark.parametrize(
+    "meta", [None, [], "gptqmodel:7.6.0", {}, {"quantizer": 7}, {"quantizer": [None, "gptqmodel"]}]
+)
+def test_a_tool_that_is_not_named_as_tools_are_is_unknown(meta: Any) -> None:
+    assert resolve(meta=meta).zeros is Zeros.UNNAMED
 
 
 def test_scales_keep_their_dtype_and_float_modules_are_dense() -> None:
@@ -289,7 +332,7 @@ def test_scales_keep_their_dtype_and_float_modules_are_dense() -> None:
 
 
 def test_bias_is_kept() -> None:
-    scheme = gptq_scheme(int_spec(4, group(32), scale=F16), offset=1, desc_act=False)
+    scheme = gptq_scheme(int_spec(4, group(32), scale=F16), zeros=Zeros.UNNAMED, desc_act=False)
     weight = random_weight(scheme, 8, 64, torch.Generator().manual_seed(4))
     biased = LogicalWeight(weight.spec, weight.codes, weight.scales, bias=torch.randn(8).half())
     assert scheme.decode(scheme.encode(biased), 8, 64).equals(biased)
