@@ -65,12 +65,12 @@ BELOW = {
     "formats": {"numbers"},
     "checkpoint": {"numbers", "moe", "formats"},
     "backends": {"native", "numbers", "moe", "jit"},
-    "split": {"numbers", "moe", "jit", "backends"},
+    "split": {"native", "numbers", "moe", "jit", "backends"},
     "layer": {"numbers", "moe", "formats", "checkpoint", "backends", "split"},
     "parallel": {"moe", "layer"},
     "evaluate": set[str](),
     "serving": set[str](),
-    "integrations": {"numbers", "moe", "formats", "checkpoint", "backends", "split", "layer"},
+    "integrations": {"native", "numbers", "moe", "formats", "checkpoint", "backends", "split", "layer"},
     "bench": {"numbers", "moe", "formats", "jit", "backends", "split", "layer"},
 }
 TOP = {"cli", "testing", "demo"}  # may import every room; no other room imports them

@@ -17,15 +17,3 @@ def address_on(tensor: Tensor, device: torch.device, name: str = "a tensor") -> 
     if tensor.device != device:
         raise LaunchError(f"{name} is not where the kernel reads", expected=device, got=tensor.device)
     return tensor.data_ptr()
-
-
-def require_on(device: torch.device, **given: Tensor | None) -> None:
-    """Raise for an input of a call that is on another device than what computes it."""
-    for name, tensor in given.items():
-        if tensor is not None and tensor.device != device:
-            raise LaunchError(
-                f"{name} is on another device than the layer",
-                expected=device,
-                got=tensor.device,
-                hint="move the input, or the layer with `.to()`",
-            )

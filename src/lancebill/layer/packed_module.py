@@ -17,7 +17,7 @@ from lancebill.backends.slow_choice import warn_if_slow
 from lancebill.errors import LaunchError
 from lancebill.layer.check_tensors import FLOATS
 from lancebill.layer.compiled_op import add_layer
-from lancebill.moe.device import parse_device
+from lancebill.moe.device import parse_device, require_on
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Problem
 
@@ -146,6 +146,10 @@ class PackedModule(nn.Module):
                 expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",
                 got=f"{list(shape)} in {x.dtype}",
             )
+        self._check_place(x=x)
+
+    def _check_place(self, **inputs: Tensor | None) -> None:
+        """Raise for an input that is not where the weights are."""
         weight = next(iter(self._parameters.values()))
-        if weight is not None and x.device != weight.device:
-            raise LaunchError("the input is on another device than the layer", expected=weight.device, got=x.device)
+        if weight is not None:
+            require_on(weight.device, **inputs)

@@ -211,7 +211,8 @@ class RoutedExperts(MovableExperts):
         return result
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
-        """`forward` without the checks."""
+        """`forward` without the checks of shapes and dtypes."""
+        self._check_place(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
         if x.numel() == 0:
             return out
         places = self._buffers["expert_map"]
@@ -227,6 +228,7 @@ class RoutedExperts(MovableExperts):
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Run rows that the caller has already dispatched, with local ids."""
         self._refuse_split()
+        self._check_place(x=x, out=out)
         return self.executor.run(x, dispatch, out)
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
@@ -279,6 +281,7 @@ class RoutedExperts(MovableExperts):
         check_logits(router_logits, most, fewer=held["expert_map"] is not None, bias=held["router_bias"])
         if compiling:  # the definition can be traced, a launch cannot
             return route_as_defined(self.routing, router_logits, router, x, input_ids)
+        self._check_place(router_logits=router_logits, input_ids=input_ids if self.routing.hashed else None)
         return self.executor.route(self.routing, router_logits, router, x, input_ids)
 
     def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:

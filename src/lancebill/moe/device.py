@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lancebill.errors import SpecError
+from lancebill.errors import LaunchError, SpecError
 
 if TYPE_CHECKING:  # slow to import, and names of devices are checked first of all
     import torch
@@ -44,6 +44,18 @@ class Device:
         if installed.arch != self.arch:
             raise SpecError("this machine has another GPU", expected=self, got=installed)
         return torch.device("cuda", self.index)
+
+
+def require_on(device: torch.device, **given: torch.Tensor | None) -> None:
+    """Raise for an input of a call that is on another device than the layer. Weights are moved, inputs are not."""
+    for name, tensor in given.items():
+        if tensor is not None and tensor.device != device:
+            raise LaunchError(
+                f"{name} is on another device than the layer",
+                expected=device,
+                got=tensor.device,
+                hint="move the input, or the layer with `.to()`",
+            )
 
 
 def parse_device(device: str | torch.device) -> Device:

@@ -15,6 +15,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from lancebill.jit.address import address_on
+from lancebill.native.address import host_address
 from lancebill.split.call_kernels import PTX, THREADS
 from lancebill.split.gpu_queues import MailboxQueue, pinned
 from lancebill.split.launch_ptx import launch_ptx
@@ -31,7 +33,7 @@ class Uses:
         shared = device.type == "cuda"
         memory = pinned(size, device, True) if shared else torch.empty(size, dtype=torch.uint8, device="cpu")
         self.words = memory[:size].view(torch.int64).zero_()  # the number of calls, then the last use of each expert
-        self._calls = ctypes.c_int64.from_address(self.words.data_ptr())  # reading a tensor takes much longer
+        self._calls = ctypes.c_int64.from_address(host_address(self.words))  # reading a tensor takes much longer
         with done_at_once(device):
             self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self._one_at_a_time = threading.Lock()
@@ -114,17 +116,22 @@ class StreamView(CallView):
 
     def begin(self, ids: Tensor) -> None:
         memory = [self.words, self.count, self.uses.clock, self.live, self.everywhere, self.own, self.host]
-        addresses = [tensor.data_ptr() for tensor in memory]
         wide = int(ids.dtype == torch.int64)
-        self._launch("begin", *addresses, self.live.numel(), ids.data_ptr(), wide, ids.numel(), self.uses.words)
+        self._launch("begin", *memory, self.live.numel(), ids, wide, ids.numel(), self.uses.words)
 
     def end(self) -> None:
         self._launch("end", self.words, self.count)
 
     def _launch(self, kernel: str, *values: int | Tensor) -> None:
         stream = torch.cuda.current_stream(self.live.device).cuda_stream
-        numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        numbers = [self._address(value) if isinstance(value, Tensor) else value for value in values]
         launch_ptx(PTX, kernel, THREADS, self.device, stream, *numbers)
+
+    def _address(self, tensor: Tensor) -> int:
+        """Of pinned memory, which the GPU reads under the host's address, or of its own."""
+        pinned_here = self.words, self.host, self.uses.words
+        shared = any(tensor is memory for memory in pinned_here)
+        return host_address(tensor) if shared else address_on(tensor, self.live.device)
 
 
 class CallViews:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lancebill.backends.cpu.native import Library, abi
+from lancebill.native.address import host_address
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,5 +34,5 @@ class ChosenExperts:
 
     def _slots(self, expert_map: Tensor) -> abi.SlotsStruct:
         tokens, top_k = self.ids.shape
-        ids, weights = self.ids.data_ptr(), self.weights.data_ptr()
-        return abi.SlotsStruct(ids, weights, tokens, top_k, expert_map.data_ptr(), expert_map.numel())
+        ids, weights = host_address(self.ids), host_address(self.weights)
+        return abi.SlotsStruct(ids, weights, tokens, top_k, host_address(expert_map), expert_map.numel())

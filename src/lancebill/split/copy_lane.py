@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lancebill.jit import driver
+from lancebill.jit.address import address_on
+from lancebill.native.address import host_address
 from lancebill.split.streamed import BUFFERS
 
 _pinned: dict[int, bool] = {}  # by address, whether copies read the memory in place
@@ -43,9 +45,9 @@ class CudaLane:
 
     def copy(self, target: Tensor, place: int, source: Tensor, first: int, count: int) -> None:
         """By addresses: slices of tensors would take the host longer than the copy."""
-        row, address = source.stride(0) * source.element_size(), source.data_ptr()
+        row, address = source.stride(0) * source.element_size(), host_address(source)
         pieces = self._together if self._reads_locked and _pinned.get(address) else self._each
-        pieces.append((target.data_ptr() + place * row, address + first * row, count * row))
+        pieces.append((address_on(target, self.device) + place * row, address + first * row, count * row))
 
     def begin(self, buffer: int) -> None:
         self._together.clear()
@@ -66,7 +68,7 @@ class CudaLane:
 
 def pin_in_place(tensor: Tensor) -> bool:
     """Let a GPU copy from this memory directly. False: it cannot, and copies go through buffers of the driver."""
-    address, size = tensor.data_ptr(), tensor.nbytes
+    address, size = host_address(tensor), tensor.nbytes
     if size == 0:
         return True
     if address not in _pinned:

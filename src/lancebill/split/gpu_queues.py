@@ -18,6 +18,8 @@ from lancebill.backends.cpu.host_call import HostCall
 from lancebill.backends.gpu.workspace import outside_pools
 from lancebill.errors import LaunchError, NotEnoughMemory
 from lancebill.jit import driver
+from lancebill.jit.address import address_on
+from lancebill.native.address import host_address
 from lancebill.split.mailbox import PINNED, Mailbox
 
 _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and the caller's stream
@@ -32,7 +34,7 @@ class _Mapped:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         kind = {torch.uint8: "|u1", torch.float32: "<f4", torch.int32: "<i4"}[self.memory.dtype]
-        address = self.memory.data_ptr(), False
+        address = host_address(self.memory), False
         return {"shape": tuple(self.memory.shape), "typestr": kind, "data": address, "version": 3}
 
 
@@ -56,7 +58,7 @@ class _GpuQueue:
 
     def mapped(self, memory: Tensor) -> Tensor:
         view = torch.as_tensor(_Mapped(memory), device=self.device)
-        if view.data_ptr() != memory.data_ptr():  # it is mapped for another GPU
+        if address_on(view, self.device) != host_address(memory):  # it is mapped for another GPU
             raise LaunchError("this GPU cannot use the pinned memory in place", got=self.device)
         return view
 

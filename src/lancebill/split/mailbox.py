@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.errors import LaunchError
+from lancebill.native.address import host_address
 from lancebill.split.launch_ptx import launch_ptx
 from lancebill.split.mailbox_kernels import PTX
 
@@ -39,7 +40,7 @@ class Mailbox:
 
     def wait(self, device: int, stream: int, sums: Tensor) -> None:
         """Queue: wait until the call was made. If that takes too long, fill its sums with NaN."""
-        given = self.address, sums.data_ptr(), sums.numel(), int(LIMIT_S * 1e9)
+        given = self.address, host_address(sums), sums.numel(), int(LIMIT_S * 1e9)
         launch_ptx(PTX, "wait", _THREADS, device, stream, *given)
 
     def check(self) -> None:
@@ -66,7 +67,7 @@ class Mailboxes:
         if found is None:
             if not self.free:
                 self._memory.append(allocate(_POOL))
-                first = -(-self._memory[-1].data_ptr() // _BYTES) * _BYTES
+                first = -(-host_address(self._memory[-1]) // _BYTES) * _BYTES
                 self.free.extend(range(first, first + _POOL - _BYTES, _BYTES))
             found = self._of_queue[key] = Mailbox(native, self.free.pop(), self.free)
         return found

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpus import on_gpu
 
+from lancebill.errors import LaunchError
 from lancebill.jit import driver
 from lancebill.split import copy_lane
 from lancebill.split.copy_lane import CudaLane, pin_in_place
@@ -45,7 +47,7 @@ def test_only_pieces_of_locked_memory_are_copied_together(
 ) -> None:
     """And only by a GPU that reads locked pages under the host's addresses."""
     monkeypatch.setattr(driver, "reads_locked_pages", lambda device: same)
-    lane, room = CudaLane(torch.device("cuda", 0)), torch.empty(3, 4, dtype=torch.uint8)
+    lane, room = CudaLane(torch.device("cuda", 0)), on_gpu(torch.empty(3, 4, dtype=torch.uint8))
     locked, refused = torch.zeros(8, 4, dtype=torch.uint8), torch.zeros(SIZE, 4, dtype=torch.uint8)
     assert pin_in_place(locked) and not pin_in_place(refused)
     for _ in range(2):
@@ -58,8 +60,18 @@ def test_only_pieces_of_locked_memory_are_copied_together(
             (room.data_ptr(), locked.data_ptr() + 8, 8),
             (room.data_ptr() + 8, refused.data_ptr() + 20, 4),
         ]
-        together = 1 if same else 0
+        together = int(same)
         assert said == [("together", pieces[:together]), ("each", pieces[together:])]
+
+
+def test_copies_go_from_the_host_to_the_lanes_own_gpu(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "reads_locked_pages", lambda device: True)
+    lane, memory = CudaLane(torch.device("cuda", 0)), torch.zeros(3, 4, dtype=torch.uint8)
+    for target, source in ((memory, memory), (on_gpu(memory, 1), memory), (on_gpu(memory), on_gpu(memory))):
+        with pytest.raises(LaunchError, match="is not where"):
+            lane.copy(target, 0, source, 0, 1)
+    with pytest.raises(LaunchError, match="not where the CPU reads"):
+        pin_in_place(on_gpu(memory))
 
 
 def test_memory_is_locked_until_it_is_freed(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

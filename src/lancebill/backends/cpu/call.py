@@ -16,6 +16,7 @@ from lancebill.backends.cpu.plan import CpuPlan
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.native.address import host_address
 
 FLOAT = {torch.bfloat16: abi.Float.BF16, torch.float16: abi.Float.F16, torch.float32: abi.Float.F32}
 
@@ -48,20 +49,21 @@ def run(native: Library, plan: CpuPlan, structs: LayerStructs, x: Tensor, dispat
     """One call of the library. Local variables keep the tensors it reads alive until it returns."""
     source, result, places = _rows(x), _rows(out), None
     work = abi.WorkStruct(
-        source.data_ptr(), result.data_ptr(), source.stride(0), result.stride(0), _float(source), _float(result),
+        host_address(source), host_address(result), source.stride(0), result.stride(0), _float(source), _float(result),
         threads=torch.get_num_threads(), level=int(plan.level), tile_rows=0 if plan.tiles else -1,
     )  # fmt: skip
     if isinstance(dispatch, Indexed):
         ids, routed, places = _routed(dispatch)
         work.tokens, work.top_k = ids.shape
-        work.ids, work.weights, work.weight_on_input = ids.data_ptr(), routed.data_ptr(), plan.problem.weight_on_input
+        work.ids, work.weights = host_address(ids), host_address(routed)
+        work.weight_on_input = plan.problem.weight_on_input
         work = with_layout(work, RoutingLayout.of(ids, routed, 0 if places is None else places.numel()))
-        work.expert_map = None if places is None else places.data_ptr()
+        work.expert_map = None if places is None else host_address(places)
     else:
         offsets, rows = _grouped(dispatch, x)
-        work.offsets, work.rows = offsets.data_ptr(), None if rows is None else rows.data_ptr()
+        work.offsets, work.rows = host_address(offsets), None if rows is None else host_address(rows)
     native.run(structs.layer, work, native.scratch_bytes(structs.layer, work))
-    if result.data_ptr() != out.data_ptr():
+    if work.out != host_address(out):
         out.copy_(result.view(out.shape))
 
 
@@ -89,7 +91,7 @@ def linear_work(plan: CpuPlan, dtype: torch.dtype, offsets: Tensor) -> abi.WorkS
         0, 0, problem.hidden, problem.w13.n, kind, kind, threads=1, level=int(plan.level),
         tile_rows=0 if plan.tiles else -1,
     )  # fmt: skip
-    work.offsets = offsets.data_ptr()
+    work.offsets = host_address(offsets)
     return work
 
 
@@ -107,7 +109,7 @@ def _matrix(shape: MatrixShape, form: CpuForm, packed: Packed) -> abi.MatrixStru
         shape.n, shape.k, form.group, form.factor, values.codes, form.scale, form.zero, values.center, values.mantissa,
         values.step, values.table or (0,) * 16,
     )  # fmt: skip
-    matrix.code_bytes = packed["codes"].data_ptr()
+    matrix.code_bytes = host_address(packed["codes"])
     matrix.scale_bytes, matrix.zero_bytes = _pointer(packed, "scales"), _pointer(packed, "zeros")
     matrix.row_scale, matrix.bias = _pointer(packed, "row_scale"), _pointer(packed, "bias")
     matrix.perm, matrix.pre_scale = _pointer(packed, "perm"), _pointer(packed, "pre_scale")
@@ -117,7 +119,7 @@ def _matrix(shape: MatrixShape, form: CpuForm, packed: Packed) -> abi.MatrixStru
 
 
 def _pointer(packed: Packed, name: str) -> int | None:
-    return packed[name].data_ptr() if name in packed else None
+    return host_address(packed[name]) if name in packed else None
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,7 @@ from lancebill.moe.activation import Activation
 from lancebill.moe.problem import CONTIGUOUS, FAST, INDEXED
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routing
+from lancebill.native.address import host_address
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,14 @@ class DecodeProgram:
         ids = torch.zeros(self.most_rows, routing.top_k, dtype=torch.int32, device="cpu")
         weights = torch.zeros(self.most_rows, routing.top_k, device="cpu")
         route = abi.RoutingStruct.from_buffer_copy(bound.template)
-        route.ids, route.weights = ids.data_ptr(), weights.data_ptr()
+        route.ids, route.weights = host_address(ids), host_address(weights)
         self._kept += [ids, weights, route, router]
         self._watched.append((lambda: list(router.addresses()), list(router.addresses())))
         self._add(DecodeStep.ROUTE, logits, logits, how=ctypes.addressof(route))
         work = call.with_layout(
             call.indexed_work(plan, self.most_rows, torch.float32), RoutingLayout.of(ids, weights, 0)
         )
-        work.ids, work.weights = ids.data_ptr(), weights.data_ptr()
+        work.ids, work.weights = host_address(ids), host_address(weights)
         self._call(DecodeStep.EXPERTS, x, structs, work, out)
 
     def attention(self, qkv: Tensor, heads: DecodeHeads, out: Tensor) -> None:
@@ -146,7 +147,7 @@ class DecodeProgram:
 
     def add(self, x: Tensor, out: Tensor, factor: float = 1.0, gate: Tensor | None = None) -> None:
         """out += factor * x; with a `gate` [rows, 1] the factor is its sigmoid."""
-        what = None if gate is None else gate.data_ptr()
+        what = None if gate is None else host_address(gate)
         self._kept.append(gate)
         self._add(DecodeStep.ADD, x, out, width=x.shape[1], number=factor, what=what)
 
@@ -184,10 +185,10 @@ class DecodeProgram:
         positions, capacities = (ctypes.c_int64 * count)(*rows.positions), (ctypes.c_int64 * count)(*rows.capacities)
         caches, picks = (ctypes.c_void_p * count)(*rows.caches), (ctypes.c_int32 * len(rows.picks))(*rows.picks)
         struct = abi.DecodeStruct(
-            ctypes.addressof(self._array), len(self._steps), count, threads, int(self.native.best), scratch.data_ptr(),
-            rows.cos.data_ptr(), rows.sin.data_ptr(), ctypes.addressof(positions), ctypes.addressof(capacities),
-            ctypes.addressof(caches), FLOAT[rows.cache_type], len(picks), ctypes.addressof(picks),
-            0 if self._tiles else -1,
+            ctypes.addressof(self._array), len(self._steps), count, threads, int(self.native.best),
+            host_address(scratch), host_address(rows.cos), host_address(rows.sin), ctypes.addressof(positions),
+            ctypes.addressof(capacities), ctypes.addressof(caches), FLOAT[rows.cache_type], len(picks),
+            ctypes.addressof(picks), 0 if self._tiles else -1,
         )  # fmt: skip
         status = self.native.calls.lancebill_decode_step(ctypes.byref(struct))
         if status:
@@ -195,12 +196,12 @@ class DecodeProgram:
 
     def _add(self, kind: DecodeStep, x: Tensor, out: Tensor, **fields: Any) -> None:
         self._kept += [x, out]
-        step = abi.StepStruct(kind, input=x.data_ptr(), out=out.data_ptr(), in_stride=x.stride(0), **fields)
+        step = abi.StepStruct(kind, input=host_address(x), out=host_address(out), in_stride=x.stride(0), **fields)
         step.out_stride = out.stride(0)
         self._steps.append(step)
 
     def _call(self, kind: DecodeStep, x: Tensor, structs: call.LayerStructs, work: abi.WorkStruct, out: Tensor) -> None:
-        work.x, work.out = x.data_ptr(), out.data_ptr()
+        work.x, work.out = host_address(x), host_address(out)
         self._kept += [structs, work]
         self._calls.append((structs.layer, work))
         self._add(kind, x, out, what=ctypes.addressof(structs.layer), how=ctypes.addressof(work))
@@ -215,13 +216,14 @@ class DecodeProgram:
         """Of an fp32 copy, which the program keeps."""
         own = numbers.detach().to(torch.float32, copy=True).contiguous()
         self._kept.append(own)
-        return own.data_ptr()
+        return host_address(own)
 
     def _watch(self, weights: Tensor) -> int:
         """The address of a matrix, which is not copied."""
         self._kept.append(weights)
-        self._watched.append((lambda: [weights.data_ptr()], [weights.data_ptr()]))
-        return weights.data_ptr()
+        address = host_address(weights)
+        self._watched.append((lambda: [weights.data_ptr()], [address]))
+        return address
 
     def _scratch_for(self, threads: int) -> Tensor:
         sizes = [self.native.dense_bytes(self.most_rows, self._dense_columns)]

@@ -19,6 +19,7 @@ from lancebill.backends.call_signature import RoutingLayout
 from lancebill.backends.cpu.call import FLOAT, LayerStructs, indexed_work, with_layout
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
+from lancebill.native.address import host_address
 
 _ALIGN = 256
 _GIVEN = 3  # pieces that the caller writes: x, ids, weights
@@ -60,7 +61,7 @@ class HostCall:
         self.mailbox: Checked | None = None  # by which a GPU asks for this call, if it does
         work = indexed_work(plan, shape.tokens, shape.x)
         work.threads, work.out_type = shape.threads, FLOAT[torch.float32]
-        work.expert_map = expert_map.data_ptr()
+        work.expert_map = host_address(expert_map)
         rows, routed = (shape.tokens, plan.problem.hidden), (shape.tokens, plan.problem.top_k)
         ids, weights = (expert_map.new_empty(routed, dtype=dtype) for dtype in (shape.ids, shape.weights))
         work = with_layout(work, RoutingLayout.of(ids, weights, expert_map.numel()))
@@ -69,7 +70,7 @@ class HostCall:
         pieces.append(((self._scratch_bytes(work),), torch.uint8))
         sizes = [math.prod(size) * dtype.itemsize for size, dtype in pieces]
         self.memory = allocate(sum(sizes) + 3 * _ALIGN)
-        first = start = -self.memory.data_ptr() % _ALIGN
+        first = start = -host_address(self.memory) % _ALIGN
         views = []
         for i, ((size, dtype), used) in enumerate(zip(pieces, sizes)):
             # What is given is one piece of memory; the result and the scratch memory have cache lines of their own.
@@ -78,8 +79,8 @@ class HostCall:
             start += used
         self.given = self.memory[first : first + sum(sizes[:_GIVEN])]  # x, ids and weights, one after the other
         self.x, self.ids, self.weights, self.out, scratch = views
-        work.x, work.out, work.scratch = self.x.data_ptr(), self.out.data_ptr(), scratch.data_ptr()
-        work.ids, work.weights = self.ids.data_ptr(), self.weights.data_ptr()
+        work.x, work.out, work.scratch = host_address(self.x), host_address(self.out), host_address(scratch)
+        work.ids, work.weights = host_address(self.ids), host_address(self.weights)
         self.work = work
         self.call = abi.CallStruct(ctypes.addressof(structs.layer), ctypes.addressof(work))
 
@@ -92,7 +93,7 @@ class HostCall:
     def take(self, ids: Tensor, weights: Tensor) -> None:
         """From now on, compute only so many rows of `x`, with ids and weights that are elsewhere."""
         self.taken = ids, weights  # kept: the call may be made when nobody else has them any more
-        self.work.tokens, self.work.ids, self.work.weights = len(ids), ids.data_ptr(), weights.data_ptr()
+        self.work.tokens, self.work.ids, self.work.weights = len(ids), host_address(ids), host_address(weights)
 
     @property
     def function(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu import native
 from lancebill.backends.cpu.native.abi import Float, IsaLevel
+from lancebill.native.address import host_address
 
 NARROW = {torch.bfloat16: Float.BF16, torch.float16: Float.F16}
 MOST_ROWS = 96  # that the native library multiplies
@@ -28,7 +29,8 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K], with a bias [N], all of any floating dtype: [..., N] in x's dtype."""
     library = native.library()
     bias = None if bias is None else bias.to(x.dtype).expand(weight.shape[0]).contiguous()
-    if library is None or x.dtype != torch.float32 or weight.dtype not in NARROW or not weight.is_contiguous():
+    readable = x.is_cpu and x.dtype == torch.float32 and weight.dtype in NARROW and weight.is_contiguous()
+    if library is None or not readable:
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     columns = x.shape[-1]
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, columns).contiguous()
@@ -37,7 +39,8 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _multiply_converted(rows, weight, bias, out)
     elif out.numel():
         kind, shape = NARROW[weight.dtype], (weight.shape[0], columns)
-        library.linear(weight.data_ptr(), kind, shape, None if bias is None else bias.data_ptr(), rows, out)
+        given = host_address(weight), kind, shape, None if bias is None else host_address(bias)
+        library.linear(*given, rows, out)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -10,6 +10,7 @@ from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing, token_outside
+from lancebill.native.address import host_address
 
 
 class CpuRouting(BoundRouting):
@@ -49,13 +50,13 @@ class CpuRouting(BoundRouting):
         weights = logits.new_empty(tokens, self.routing.top_k, dtype=torch.float32)
         identity = logits.new_empty(tokens, dtype=torch.float32) if self.routing.zero_experts else None
         struct = abi.RoutingStruct.from_buffer_copy(self.template)
-        struct.logits, struct.tokens, struct.threads = logits.data_ptr(), tokens, torch.get_num_threads()
-        struct.ids, struct.weights = ids.data_ptr(), weights.data_ptr()
+        struct.logits, struct.tokens, struct.threads = host_address(logits), tokens, torch.get_num_threads()
+        struct.ids, struct.weights = host_address(ids), host_address(weights)
         if identity is not None:
-            struct.identity = identity.data_ptr()
+            struct.identity = host_address(identity)
         wide = None if input_ids is None else input_ids.long()
         if wide is not None:
-            struct.input_ids = wide.data_ptr()
+            struct.input_ids = host_address(wide)
         if not self.native.route(struct):
             assert self.router.table is not None and wide is not None
             raise token_outside(self.router.table, wide)

@@ -11,7 +11,7 @@ from lancebill.backends.call_signature import ID_WORDS, WEIGHT_KINDS
 from lancebill.backends.gpu.plan import SINGLE, GpuPlan
 from lancebill.backends.gpu.program import ALIGNMENT
 from lancebill.errors import LaunchError
-from lancebill.jit.address import require_on
+from lancebill.moe.device import require_on
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED
 

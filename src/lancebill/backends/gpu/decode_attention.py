@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import power_of_two
+from lancebill.jit.address import address_on
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.driver import capability, in_context
 from lancebill.jit.load import prepare_launch
@@ -129,11 +130,13 @@ def _source(
 
 def _launch(source: KernelSource, given: Given, grid: tuple[int, int]) -> None:
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    device = next(iter(tensors.values())).device.index or 0
-    values = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in given.items()}
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    source = replace(source, arch=compile_target(capability(device)))
-    with in_context(device):
-        launch = prepare_launch(source, device, stream, values, dependent=False)
+    device = next(iter(tensors.values())).device
+    addresses = {name: address_on(tensor, device, name) for name, tensor in tensors.items()}
+    values = {name: addresses[name] if isinstance(value, Tensor) else value for name, value in given.items()}
+    index = device.index or 0
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    source = replace(source, arch=compile_target(capability(index)))
+    with in_context(index):
+        launch = prepare_launch(source, index, stream, values, dependent=False)
         launch.grid(*grid)
         launch(stream)

@@ -20,8 +20,8 @@ from lancebill.backends.gpu.tiles import bucket, buckets
 from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, outside_pools, reserve_workspace
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
-from lancebill.jit.address import require_on
-from lancebill.moe.device import Device
+from lancebill.jit.address import address_on
+from lancebill.moe.device import Device, require_on
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
 from lancebill.moe.problem import CONTIGUOUS, INDEXED, Problem
 from lancebill.moe.router_tensors import RouterTensors
@@ -226,7 +226,8 @@ def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) ->
         assert ran, "checked and copied tensors can be read"
     else:
         edges = dispatch.offsets if isinstance(dispatch, Contiguous) else dispatch.counts
-        program.run(tokens, (x.data_ptr(), written.data_ptr(), edges.data_ptr()))
+        given, on = (x, written, edges), program.bindings.device
+        program.run(tokens, tuple([address_on(tensor, on) for tensor in given]))
     return out if written is out else write_back(written, dispatch, out)
 
 

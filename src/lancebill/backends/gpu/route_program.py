@@ -15,6 +15,7 @@ from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.backends.limited_dict import LimitedDict
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import ContextError
+from lancebill.jit.address import address_on
 from lancebill.jit.driver import check_launch, launch_function, use_context
 from lancebill.jit.load import prepare_launch
 from lancebill.moe.router_tensors import RouterTensors
@@ -32,7 +33,8 @@ class RouteProgram(BoundRouting):
         index, self.stream = call.logits.device.index or 0, stream
         if call.logits.device.type == "cuda":
             use_context(index)
-        fixed = dict(zip(("bias", "correction", "table"), call.router.addresses()))
+        own, device = call.router._asdict(), call.logits.device
+        fixed = {name: 0 if tensor is None else address_on(tensor, device, name) for name, tensor in own.items()}
         values = {**step.values, **fixed, "stride": call.logits.stride(0), **dict.fromkeys(_CALLERS, 0)}
         self.launch = prepare_launch(step.source, index, stream, values, dependent=True)
         self.callers = (ctypes.c_uint64 * len(_CALLERS))()

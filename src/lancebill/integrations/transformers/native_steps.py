@@ -21,6 +21,7 @@ from lancebill.backends.base import Reason
 from lancebill.integrations.transformers.decode_cache import DecodeCache, span_of
 from lancebill.integrations.transformers.decode_graphs import CACHE, MASK
 from lancebill.integrations.transformers.native_decoder import NativeDecoder, native_decoder
+from lancebill.native.address import host_address
 
 MOST_DIFFERENCE = 0.2  # of the norm of the logits: 16-bit models differ a little, wrong steps much more
 # Arguments of a model that steps follow; `cache_position` says again what the cache knows.
@@ -72,7 +73,7 @@ class CacheRows:
         arrays = []
         for row, hidden in enumerate(padding):
             own = [tensor[row, 0, hidden] for layer in cache.layers for tensor in (layer.keys, layer.values)]
-            arrays.append((ctypes.c_void_p * len(own))(*(tensor.data_ptr() for tensor in own)))
+            arrays.append((ctypes.c_void_p * len(own))(*map(host_address, own)))
         return cls(cache.moves, padding, arrays)
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lancebill.native.address import host_address
 from lancebill.native.build import NUMBERS
 from lancebill.native.load import open_library
 
@@ -138,7 +139,7 @@ def transpose(matrices: Tensor) -> Tensor | None:
     out = matrices.new_empty(*lead, columns, rows)
     batch = matrices.shape[:-2].numel()
     calls.lancebill_transpose(
-        matrices.data_ptr(), out.data_ptr(), batch, rows, columns, matrices.element_size()
+        host_address(matrices), host_address(out), batch, rows, columns, matrices.element_size()
     )  # fmt: skip
     return out
 
@@ -152,7 +153,7 @@ def turn_nibbles(words: Tensor, order: Sequence[int]) -> Tensor | None:
     out = torch.empty(*lead, 8 * columns, rows // 2, dtype=torch.uint8, device=words.device)
     batch = words.shape[:-2].numel()
     calls.lancebill_turn_nibbles(
-        words.data_ptr(), out.data_ptr(), batch, rows, 8 * columns, (c_int32 * len(order))(*order)
+        host_address(words), host_address(out), batch, rows, 8 * columns, (c_int32 * len(order))(*order)
     )
     return out
 
@@ -171,8 +172,8 @@ def read_fields(blocks: Tensor, fields: Sequence[FieldStruct]) -> list[Tensor] |
     outs = [torch.empty(*lead, field.bytes, dtype=torch.uint8, device=blocks.device) for field in fields]
     filled = (FieldStruct * len(fields))(*fields)
     for field, out in zip(filled, outs):
-        field.out = out.data_ptr()
-    calls.lancebill_read_fields(blocks.data_ptr(), blocks.shape[:-1].numel(), size, filled, len(filled))
+        field.out = host_address(out)
+    calls.lancebill_read_fields(host_address(blocks), blocks.shape[:-1].numel(), size, filled, len(filled))
     return outs
 
 
@@ -183,7 +184,7 @@ def unpack_bits(data: Tensor, bits: int) -> Tensor | None:
         return None
     *lead, size = data.shape
     out = torch.empty(*lead, size // bits * 8, dtype=torch.uint8, device=data.device)
-    calls.lancebill_unpack_bits(data.data_ptr(), data.numel() // bits, bits, out.data_ptr())
+    calls.lancebill_unpack_bits(host_address(data), data.numel() // bits, bits, host_address(out))
     return out
 
 
@@ -193,7 +194,7 @@ def contains(codes: Tensor, wanted: bytes) -> bool | None:
     if calls is None:
         return None
     return bool(
-        calls.lancebill_contains(codes.data_ptr(), codes.numel(), (c_uint8 * len(wanted))(*wanted), len(wanted))
+        calls.lancebill_contains(host_address(codes), codes.numel(), (c_uint8 * len(wanted))(*wanted), len(wanted))
     )
 
 
@@ -202,7 +203,7 @@ def all_finite(numbers: Tensor, exponent: int) -> bool | None:
     calls = library_for(numbers)
     if calls is None:
         return None
-    return not calls.lancebill_not_finite(numbers.data_ptr(), numbers.numel(), numbers.element_size(), exponent)
+    return not calls.lancebill_not_finite(host_address(numbers), numbers.numel(), numbers.element_size(), exponent)
 
 
 def survey(data: Tensor) -> SurveyStruct | None:
@@ -211,5 +212,5 @@ def survey(data: Tensor) -> SurveyStruct | None:
     if calls is None:
         return None
     found = SurveyStruct()
-    calls.lancebill_survey_bytes(data.data_ptr(), data.numel(), byref(found))
+    calls.lancebill_survey_bytes(host_address(data), data.numel(), byref(found))
     return found

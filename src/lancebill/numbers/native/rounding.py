@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lancebill.native.address import host_address
 from lancebill.numbers.dtypes import FLOAT, INTEGER, DType
 from lancebill.numbers.native import (
     MOST_SCALES,
@@ -51,7 +52,7 @@ def round_rows(
     if calls is None or code_type is None or len(levels.scales) > MOST_SCALES:
         return None
     rows, columns = values.shape
-    work = RoundingStruct(values.data_ptr(), codes.data_ptr(), rows, columns)
+    work = RoundingStruct(host_address(values), host_address(codes), rows, columns)
     work.minimum, work.step, work.zero = map(_struct, (levels.minimum, levels.step, levels.zero))
     work.scale_count = len(levels.scales)
     for i, scale in enumerate(levels.scales):
@@ -84,10 +85,10 @@ def _try_scales(
     calls = library_for(values, steps, *results.values(), *([] if zero is None else [zero.numbers]))
     if calls is None or code_type is None or (dtype.kind == FLOAT and (dtype.min == 0 or zero is not None)):
         return False
-    work = TrialsStruct(values.data_ptr(), steps.data_ptr())
+    work = TrialsStruct(host_address(values), host_address(steps))
     work.rows, work.columns, work.candidates, work.side = *values.shape, len(steps), side
     work.zero, work.type = _struct(zero), code_type
-    work.errors, work.best = (results[name].data_ptr() if name in results else None for name in ("errors", "best"))
+    work.errors, work.best = (host_address(results[name]) if name in results else None for name in ("errors", "best"))
     calls.lancebill_try_scales(byref(work))
     return True
 
@@ -96,7 +97,7 @@ def _struct(level: BlockNumbers | None) -> LevelStruct:
     if level is None:
         return LevelStruct()
     rows, columns = level.numbers.shape
-    return LevelStruct(level.numbers.data_ptr(), columns if rows > 1 else 0, level.side, int(level.divide))
+    return LevelStruct(host_address(level.numbers), columns if rows > 1 else 0, level.side, int(level.divide))
 
 
 def _code_type(dtype: DType) -> CodeTypeStruct | None:

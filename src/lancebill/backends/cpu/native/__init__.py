@@ -22,6 +22,7 @@ from lancebill.backends.cpu.native import abi
 from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.cpu.native.left_out import warn_of_left_out
 from lancebill.errors import LaunchError, SpecError
+from lancebill.native.address import host_address
 from lancebill.native.build import KERNELS
 from lancebill.native.load import OFF, SWITCH, open_library, setting
 
@@ -70,7 +71,7 @@ class Library:
     def linear(self, weights: int, type: int, shape: tuple[int, int], bias: int | None, x: Tensor, out: Tensor) -> None:
         """Rows of fp32 times a matrix of this shape at an address, with an fp32 bias."""
         status = self.calls.lancebill_linear(
-            weights, type, *shape, bias, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0),
+            weights, type, *shape, bias, host_address(x), x.stride(0), x.shape[0], host_address(out), out.stride(0),
             torch.get_num_threads(), self.best,
         )  # fmt: skip
         if status:
@@ -79,7 +80,7 @@ class Library:
     def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, scratch_bytes: int) -> None:
         """Run one layer or linear."""
         scratch = _scratch.at_least(scratch_bytes)
-        work.scratch = scratch.data_ptr()
+        work.scratch = host_address(scratch)
         status = self.calls.lancebill_run(ctypes.byref(layer), ctypes.byref(work))
         if status:
             self.raise_status(status)
@@ -93,7 +94,7 @@ class Library:
 
     def count_slots(self, slots: abi.SlotsStruct, counts: Tensor) -> None:
         """How many slots each expert has, in doubles."""
-        self.calls.lancebill_count_slots(ctypes.byref(slots), counts.numel(), counts.data_ptr())
+        self.calls.lancebill_count_slots(ctypes.byref(slots), counts.numel(), host_address(counts))
 
     def divide(
         self,
@@ -111,7 +112,7 @@ class Library:
 
     def take_rows(self, slots: abi.SlotsStruct, rows: Tensor, ids: Tensor, weights: Tensor) -> int:
         """Numbers, ids and weights of the rows with a slot of an expert, into room for all rows; how many they are."""
-        given = rows.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        given = host_address(rows), host_address(ids), host_address(weights)
         taken: int = self.calls.lancebill_take_rows(ctypes.byref(slots), *given)
         return taken
 
@@ -154,11 +155,11 @@ class Library:
 
     def read(self, memory: Tensor, threads: int) -> None:
         """Read a buffer in the way the kernels read weights: measures bandwidth, flushes caches."""
-        self.calls.lancebill_stream(memory.data_ptr(), memory.numel() * memory.element_size(), threads, _STREAMS)
+        self.calls.lancebill_stream(host_address(memory), memory.numel() * memory.element_size(), threads, _STREAMS)
 
     def huge_pages(self, memory: Tensor) -> None:
         """Request huge pages. Call it before the first write. The system may ignore it."""
-        self.calls.lancebill_huge_pages(memory.data_ptr(), memory.numel() * memory.element_size())
+        self.calls.lancebill_huge_pages(host_address(memory), memory.numel() * memory.element_size())
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lancebill.backends.cpu.native import Library, library
 from lancebill.backends.cpu.native.abi import Codes
 from lancebill.backends.cpu.native.row_source import source_of
+from lancebill.native.address import host_address
 from lancebill.numbers.bit_packing import Nibbles
 
 _INVALID = 1  # the status of invalid codes
@@ -53,7 +54,7 @@ def pack_codes(
     if call is None:
         return None
     native, struct, _ = call
-    table, size = (None, 0) if codes_of is None else (c_void_p(codes_of.data_ptr()), len(codes_of))
+    table, size = (None, 0) if codes_of is None else (c_void_p(host_address(codes_of)), len(codes_of))
     bits = 4 if isinstance(codes, Nibbles) else 8
     status = native.calls.lancebill_pack_codes(
         ctypes.byref(struct), bits, int(kind), table, size, invalid, len(invalid)
@@ -106,7 +107,7 @@ def _call(
         source.columns,
         *padded,
         int(gated),
-        out.data_ptr(),
+        host_address(out),
         torch.get_num_threads(),
     )
     return native, struct, parts

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from lancebill.native.address import host_address
 from lancebill.numbers.bit_packing import Nibbles
 
 
@@ -71,7 +72,8 @@ def _addresses(view: Tensor, apart: Sequence[Tensor], size: int) -> list[int]:
     experts, parts = view.shape[:2]
     expert, part = (stride * size for stride in view.stride()[:2])
     if not apart:
-        return [view.data_ptr() + i * expert + j * part for i in range(experts) for j in range(parts)]
-    first = view.data_ptr() - apart[0].data_ptr()
+        first = host_address(view)
+        return [first + i * expert + j * part for i in range(experts) for j in range(parts)]
+    first = host_address(view) - host_address(apart[0])
     within = parts * experts // len(apart)  # parts that one tensor has
-    return [tensor.data_ptr() + first + j * part for tensor in apart for j in range(within)]
+    return [host_address(tensor) + first + j * part for tensor in apart for j in range(within)]
