@@ -91,6 +91,31 @@ def test_pushed_tensors_of_any_memory_give_one_layer() -> None:
         _assert_same(experts.finish()[0], want)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])
+def test_tensors_pushed_from_another_stream_are_read_when_they_are_written(known: bool) -> None:
+    """Every second tensor is written late on a stream of its own, which then uses the memory of freed ones again."""
+    made = make_checkpoint("fp8", "block")
+    options: dict[str, Any] = {"device": "cuda", "backend": OURS, "router": False, "layers": [0]}
+    want = _pulled(made, device="cuda", backend=OURS, router=False)
+    experts = ModelExperts(made.config, tensors=made.headers if known else None, **options)
+    pairs = [(name, tensor.pin_memory()) for name, tensor in made.tensors.items() if experts.claim(name)]
+    side = torch.cuda.Stream()
+    for number, (name, tensor) in enumerate(pairs):
+        with torch.cuda.stream(side if number % 2 else torch.cuda.current_stream()):
+            late = torch.empty_like(tensor, device="cuda")
+            if number % 2:
+                torch.cuda._sleep(20_000_000)
+            late.copy_(tensor, non_blocking=True)
+            experts.push(name, late)
+            del late
+    layer = experts.finish()[0]
+    with torch.cuda.stream(side):
+        again = [torch.full(tensor.shape, 0x5A, dtype=torch.uint8, device="cuda") for _, tensor in pairs]
+    torch.cuda.synchronize()
+    assert again
+    _assert_same(layer, want)
+
+
 def test_stacked_tensors_of_an_engine() -> None:
     """MXFP4 as engines hold it, rows interleaved, through the Hopper layout and back."""
     g = torch.Generator("cuda").manual_seed(0)

@@ -29,6 +29,7 @@ from lancebill.errors import (
     WrongShape,
 )
 from lancebill.formats.stored import DTYPE_NAMES, Stored
+from lancebill.layer.arrivals import Arrivals
 from lancebill.layer.check_tensors import check_stored
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
@@ -98,8 +99,9 @@ class ExpertCollector:
     From the first push to `finish` each of their tensors may come once.
     """
 
-    def __init__(self, recipe: Recipe, incomplete: Iterable[int] = ()) -> None:
+    def __init__(self, recipe: Recipe, incomplete: Iterable[int] = (), arrivals: Arrivals | None = None) -> None:
         self.recipe = recipe
+        self.arrivals = Arrivals() if arrivals is None else arrivals
         self.incomplete = set(incomplete)
         self.pending: dict[str, Tensor] = {}
         self._held = 0  # bytes of the pending tensors
@@ -129,6 +131,7 @@ class ExpertCollector:
         if name not in self.recipe.manifest.tensors:
             self._headers[name] = header
         self.pending[name] = tensor
+        self.arrivals.note(tensor)
         self._held += tensor.nbytes
         for expert in experts if claim.expert is None else (claim.expert,):
             if self._needs(expert).keys() <= self.pending.keys():
@@ -310,6 +313,7 @@ class ExpertCollector:
             self._layout = layout
         slots = [slot for slot, expert in enumerate(recipe.plan.experts) if expert in experts]
         device = next(iter(packed[W13].values())).device
+        self.arrivals.wait(self.pending.values())
         load_layer(
             reader_of(self.pending, device),
             recipe.plan,

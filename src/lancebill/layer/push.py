@@ -19,6 +19,7 @@ from lancebill.checkpoint.resolve.router_check import needed_roles
 from lancebill.errors import DuplicateTensor, LancebillError, LaunchError, MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer.arrivals import Arrivals
 from lancebill.layer.check_tensors import check_stored
 from lancebill.layer.collect import (
     ExpertCollector,
@@ -39,11 +40,11 @@ LOOKAHEAD = 2
 class _Planned:
     """A layer whose headers are known: buffers are allocated, experts are packed as they become complete."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, arrivals: Arrivals) -> None:
         self.packed = recipe.allocate()
-        self.collector = ExpertCollector(recipe, recipe.plan.experts)
+        self.collector = ExpertCollector(recipe, recipe.plan.experts, arrivals)
         self.layout = recipe.layout
-        self.host = None if recipe.host is None else _Planned(recipe.host)  # experts in host memory
+        self.host = None if recipe.host is None else _Planned(recipe.host, arrivals)  # experts in host memory
 
     waits = False
 
@@ -86,8 +87,9 @@ class _Unplanned:
     other expert has shown.
     """
 
-    def __init__(self, config: Config, naming: Naming, index: int, options: LoadOptions) -> None:
+    def __init__(self, config: Config, naming: Naming, index: int, options: LoadOptions, arrivals: Arrivals) -> None:
         self.config, self.naming, self.index, self.options = config, naming, index, options
+        self.arrivals = arrivals
         self.format = detect(config)
         self.tensors: dict[str, tuple[Claim, Tensor]] = {}
         self.headers: dict[str, Stored] = {}
@@ -108,6 +110,7 @@ class _Unplanned:
         if claim.expert is not None and self.local is not None and claim.expert not in self.local:
             return self
         self.tensors[name] = claim, tensor
+        self.arrivals.note(tensor)
         if self.local is None or not self._is_complete(form, claim.expert):
             return self
         self.ready = {expert for expert in (*self.ready, claim.expert) if self._has_every_suffix(form, expert)}
@@ -125,7 +128,7 @@ class _Unplanned:
         """No more tensors will come; raises naming whatever is missing."""
         manifest = LayerIndex(self.config, self.headers, self.naming, self.format).manifest(experts=self.local)
         manifest.check(where=f"layer {self.index}")
-        return _Planned(Recipe.make(manifest, self.index, self.options, partial=True))
+        return _Planned(Recipe.make(manifest, self.index, self.options, partial=True), self.arrivals)
 
     def _parse(self, name: str) -> tuple[NameForm, names.ParsedName]:
         return next((f, p) for f in self.naming.forms if (p := names.parse_name(f, name)) is not None)
@@ -151,7 +154,7 @@ class _Unplanned:
 
     def _plan(self) -> _Planned:
         manifest = self._manifest(next(iter(self.ready)))
-        return _Planned(Recipe.make(manifest, self.index, self.options, partial=True))
+        return _Planned(Recipe.make(manifest, self.index, self.options, partial=True), self.arrivals)
 
 
 def missing_router(recipe: Recipe, pushed: Collection[str]) -> list[MissingTensor]:
@@ -192,15 +195,16 @@ class PushedLayer(Generic[Made]):
     ) -> None:
         self._make, self._router = make, dict[str, Tensor]()
         self._made: Made | None = None
+        self._arrivals = Arrivals()
         self.begun = False  # whether a tensor was pushed
         self._stage: _Planned | _Unplanned
         self.index = index
         if isinstance(source, Recipe):
             self._naming = source.manifest.naming
-            self._stage = _Planned(source)
+            self._stage = _Planned(source, self._arrivals)
         else:
             self._naming = options.family(source.model)
-            self._stage = _Unplanned(source, self._naming, index, options)
+            self._stage = _Unplanned(source, self._naming, index, options, self._arrivals)
 
     @property
     def settled(self) -> bool:
@@ -221,6 +225,7 @@ class PushedLayer(Generic[Made]):
             self._go_on(self._stage.push(claim, name, tensor))
         else:
             check_stored(name, tensor)
+            self._arrivals.note(tensor)
             self._router[claim.router] = self._naming.router.own(name, tensor)
         self.begun = True
 
@@ -260,6 +265,7 @@ class PushedLayer(Generic[Made]):
             self._go_on(planned)
             missing = [*planned.missing(), *missing_router(planned.recipe, self._router)]
             raise_missing(missing, self.index)
+            self._arrivals.wait(self._router.values())
             self._made = self._make(planned.finish(self._router))
         return self._made
 
