@@ -1,7 +1,7 @@
 """All errors that lancebill raises on purpose.
 
-Every error that a user can cause is one of these and carries the same five facts: what went wrong, where, what was
-expected, what was found, and a hint at what to do. The text is safe to print, whatever a file contains. `assert` is
+Every error that a user can cause has one of these types and five facts: the problem, its place, the expected value,
+the value found, and a hint. The text is safe to print, whatever a file contains. `assert` is
 only for bugs in lancebill itself.
 """
 

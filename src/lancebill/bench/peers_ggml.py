@@ -1,8 +1,8 @@
 """llama.cpp's expert graph, computed by its library ggml on the CPU with the same weights.
 
 The library comes with the package cyllama; `LANCEBILL_GGML` can name another folder that has it. Its C functions are
-called directly: the graph is the one that llama.cpp builds for gated experts, with weights in the memory that it
-prefers (repacked for this CPU, where it can) and threads that it keeps between calls.
+called directly. The graph equals llama.cpp's graph for gated experts. Weights are in ggml's preferred memory (repacked
+for this CPU if supported), and its threads are kept between calls.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FOLDER = "LANCEBILL_GGML"
 _BLOCK = 32  # columns
 _CPU = torch.device("cpu")
 _F32, _I32 = 0, 26
-_KINDS = {"Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}  # ggml's numbers
-_PARTS = ("base", "cpu")  # libraries, in the order in which they are loaded
+_KINDS = {"Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}  # ggml's type numbers
+_PARTS = ("base", "cpu")  # libraries, in load order
 _SLACK = 1 << 20  # bytes of a context for a graph and the tensors' headers
-_REPACKED = b"CPU_REPACK"  # the memory that reorders what is written to it
+_REPACKED = b"CPU_REPACK"  # a buffer type that repacks weights on write
 _MOST_THREADS = 512  # GGML_MAX_N_THREADS
-_POINTERS = (  # functions that return one
+_POINTERS = (  # functions that return a pointer
     "init", "new_tensor_2d", "new_tensor_3d", "mul_mat_id", "swiglu_split", "mul", "add", "view_2d", "new_graph",
     "get_data", "backend_cpu_init", "backend_cpu_buffer_type", "backend_cpu_reg", "backend_reg_dev_get",
     "backend_reg_get_proc_address", "backend_alloc_ctx_tensors_from_buft", "threadpool_new",

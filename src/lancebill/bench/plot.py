@@ -24,7 +24,7 @@ def check_file(path: Path) -> None:
             "a plot needs matplotlib, which is not installed", hint="pip install matplotlib"
         ) from None
     known = canvas.FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:  # matplotlib adds one where there is none
+    if path.suffix and path.suffix[1:].lower() not in known:  # matplotlib appends a missing suffix
         expected = ", ".join(f".{suffix}" for suffix in sorted(known))
         raise SpecError("no plot has this suffix", where=str(path), expected=expected, got=path.suffix)
 

@@ -1,7 +1,7 @@
 """A kernel that only reads memory, to measure read bandwidth: torch's reductions do not always reach it.
 
-It also reads some rows of a matrix (the experts of a batch), alone or as one of several launches that depend on each
-other: what a kernel needs at least that reads as many bytes with as many launches.
+It also reads some rows of a matrix (the experts of a batch), in one launch or in several dependent ones. Its time is
+the lower bound for any kernel that reads the same bytes with the same number of launches.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class BenchSetup:
     host: bool = False  # also time the host side of eager calls
     distinct: int | None = None  # number of different experts; the remaining ones repeat their values
     order: str = FAST
-    split: int | None = None  # experts on the device, the others in host memory; None: all on the device
-    moves: str = OFF  # whether experts move between the two while it is measured
-    cpu_threads: int | None = None  # that compute experts in host memory beside a GPU
+    split: int | None = None  # experts on the device, the rest in host memory; None: all on the device
+    moves: str = OFF  # whether experts move between device and host during the measurement
+    cpu_threads: int | None = None  # threads for experts in host memory beside a GPU
 
     def problem(self) -> Problem:
         problem = self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))

@@ -157,7 +157,7 @@ class Search:
     def _plans(
         self, layer: TuningLayer, cell: Cell, candidates: Sequence[Candidate]
     ) -> tuple[dict[str, GpuPlan], dict[str, str]]:
-        """Plans whose kernels compile (on all cores), and the reason for each candidate that has none."""
+        """Plans of the candidates that compile, and the compile error of each other one. Compiles on all cores."""
         plans: dict[str, GpuPlan] = {}
         failed: dict[str, str] = {}
         for candidate in candidates:

@@ -24,7 +24,7 @@ TopK = Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens to
 
 
 def accept_any_bytes() -> None:
-    """Read bytes of stdin that are not text as surrogates, of which `check_text` says what they are."""
+    """Read undecodable bytes of stdin as surrogates; `check_text` reports them."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 
@@ -44,7 +44,7 @@ def check_text(text: str) -> None:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What was asked for; temperature 0 is greedy."""
+    """Sampling options of a command; temperature 0 is greedy."""
 
     tokens: int
     temperature: float = 0.0

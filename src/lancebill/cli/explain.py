@@ -113,7 +113,7 @@ def explain(
 
 
 def _split(choice: Choice, gpu_experts: int | None, moves: str, tokens: int) -> tuple[Ways | None, float | None]:
-    """Which way the experts in host memory go, and from which hit rate moving them pays; None: not asked for.
+    """How experts in host memory are computed, and the hit rate from which moving them pays; None: not asked for.
 
     At assumed rates: a layer on a GPU measures those of its machine.
     """

@@ -113,8 +113,8 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
 def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str, tp: int, ep: int) -> dict[str, Any]:
     """The experts that fit on a rank's GPU beside all other tensors, and what the CPU has to read for a token.
 
-    The other tensors are counted whole: how they are cut is not known. Every expert is taken to be as likely as any
-    other. The rate is that of this machine, on which all ranks are, and nothing but the CPU's part is counted.
+    The other tensors are counted whole, because their cut over ranks is unknown. All experts are assumed equally
+    likely. The rate is this machine's memory rate, shared by all ranks; only the CPU's part is counted.
     """
     from lancebill.bench.ceilings import read_rate
     from lancebill.checkpoint.load.layer_plan import plan_layer

@@ -34,7 +34,7 @@ SHAPES = (
 
 
 def _decided(registry: str) -> bool:
-    """Whether a registry will check the name: importing it costs nothing more, or is needed to know."""
+    """Whether to leave the check to the registry, because it is imported anyway or plugins extend it."""
     return registry in sys.modules or bool(entry_points(group=registry))
 
 

@@ -14,8 +14,8 @@ from lancebill.cli import models
 from lancebill.cli.engines import Engine, EngineOption, chosen_engine
 from lancebill.errors import SpecError
 
-STOP_SECONDS = 1.0  # for the step under way when the server ends
-DEFAULTS = {"backend": "auto", "moves": "off"}  # those of the other options are None
+STOP_SECONDS = 1.0  # the running step may take this long when the server ends
+DEFAULTS = {"backend": "auto", "moves": "off"}  # all other options default to None
 
 KeptTokens = Annotated[
     int | None,

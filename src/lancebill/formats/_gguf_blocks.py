@@ -210,9 +210,8 @@ def _bits(width: int, start: int, size: int, run: int, *, shift: int = 0) -> Pla
 def _six_bits(whole: int, bit: int) -> Field:
     """One of the two sets of eight 6-bit numbers that Q4_K and Q5_K store in twelve bytes.
 
-    The first four numbers are the low six bits of the bytes from `whole`; the top two bits of these
-    bytes belong to the other four numbers, whose low four bits are the nibble at `bit` of the bytes
-    from 12, which both sets share.
+    Numbers 0 to 3 are the low six bits of the four bytes from `whole`. Numbers 4 to 7 take their top two bits from
+    the top of these bytes, and their low four bits from the nibble at `bit` of the four bytes from 12.
     """
     planes = (
         Plane(whole, 4, 6, run=4),

@@ -169,7 +169,7 @@ def _patterns(config: Config) -> tuple[tuple[str, Pattern], ...]:
 
 
 def _in_blocks(config: Config, name: str) -> bool:
-    """Whether a module is inside one of the blocks to quantise."""
+    """Whether a module is inside a block that the config lists for quantisation."""
     blocks = config.quant.get("block_name_to_quantize") or config.quant.get("to_quant_block_names")
     if blocks is None:
         return True

@@ -44,7 +44,7 @@ ARRANGEMENTS = {
     "checkpoint_format": ("gemm", "awq"),
     "backend": ("autoawq", "auto"),
 }
-# How the other packings differ, for the error message.
+# Differences of unsupported packings, for the error message.
 UNSUPPORTED = {
     "gemv": "packs along K, [N, K/8], with scales transposed and padded",
     "gemv_fast": "packs 16-bit words along K in tiles of four rows",

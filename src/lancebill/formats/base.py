@@ -113,7 +113,7 @@ class Scheme(ABC):
 
     spec: QuantSpec
     parts: tuple[Part, ...]
-    # Suffixes of tensors that say nothing new.
+    # Suffixes of redundant tensors.
     unread: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     @abstractmethod

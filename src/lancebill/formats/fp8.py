@@ -1,9 +1,9 @@
 """FP8 (`quant_method: fp8`): e4m3 per tensor, channel or block, as in DeepSeek-V3.
 
-`weight_scale_inv` multiplies despite its name, except in files of GPTQModel, whose config says that it divides. Scales
-keep their stored dtype; the power-of-two scales of later checkpoints are bytes and are never converted. `fbgemm_fp8` is
-the per-channel variant; `mxfp8` has a power of two for 32 columns, as in MiniMax-M3. The experts are MXFP4, or
-compressed-tensors' NVFP4, if the config says so.
+`weight_scale_inv` multiplies despite its name. Only files of GPTQModel divide by it, and their config records that.
+Scales keep their stored dtype; the power-of-two scales of later checkpoints are bytes and are never converted.
+`fbgemm_fp8` is the per-channel variant; `mxfp8` has a power of two for 32 columns, as in MiniMax-M3. The experts are
+MXFP4, or compressed-tensors' NVFP4, if the config says so.
 """
 
 from __future__ import annotations

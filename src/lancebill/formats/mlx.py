@@ -1,7 +1,7 @@
 """MLX: codes in 32-bit words, with a scale and a bias per group (affine), or as MXFP4, NVFP4 and MXFP8.
 
-The config has no `quant_method`: mlx-lm writes a section `quantization`, often twice, in which a module's name may
-stand for settings of its own, or for false where it is not quantised.
+The config has no `quant_method`. mlx-lm writes a section `quantization`, often twice. It may map a module's name to
+settings for this module, or to false if the module is not quantised.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _matches(name: str, patterns: Sequence[Any], key: str, source: str) -> bool:
-    """Whether the module or one of its parents is listed, by name or by a wildcard."""
+    """Whether a name or wildcard of the list matches the module or one of its parents."""
     if not all(isinstance(p, str) for p in patterns):
         raise UnsupportedFormat(f"'{key}' must be a list of names", where=source, got=list(patterns))
     plain, wild = _sorted(tuple(patterns))

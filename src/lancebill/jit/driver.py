@@ -151,7 +151,7 @@ def capture_id(stream: int) -> int:
 
 @cache
 def own_stream(device: int) -> int:
-    """A stream that nobody captures, in the current context, which is that of `device`."""
+    """A new stream in the current context, which must be the context of `device`. Nobody else can capture it."""
     stream = ctypes.c_void_p()
     check(library().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "creating a stream")
     assert stream.value is not None

@@ -22,8 +22,8 @@ from lancebill.errors import LaunchError, SpecError
 class Activation:
     """A named function and its constants.
 
-    Each function defines how `limit` clamps. Only swigluoai and situ use `alpha` and `beta`; the
-    defaults are those of gpt-oss, whose limit is 7.
+    Each function defines how `limit` clamps. Only swigluoai and situ use `alpha` and `beta`. The defaults are
+    gpt-oss's; its limit is 7.
     """
 
     name: str = "silu"

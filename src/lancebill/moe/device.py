@@ -89,7 +89,7 @@ def _arch(name: str) -> int | None:
 
 
 def _pretended() -> int | None:
-    """What all GPUs of this machine count as, if the environment says so."""
+    """The compute capability that the environment sets for all GPUs of this machine; None if unset."""
     name = os.environ.get(ENV_GPU, "")
     arch = _arch(name)
     if name and arch is None:

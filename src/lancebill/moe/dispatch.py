@@ -20,8 +20,8 @@ class Indexed:
     """For each token and slot an expert id and its routing weight.
 
     Every backend takes local ids (int32, -1 without an expert) and fp32 weights, both contiguous. A backend that
-    `accepts_any_ids` also takes what routers give: int32 or int64 ids with any values and strides (those that are no
-    local expert contribute nothing), fp32, bf16 or fp16 weights, and the map from global ids to local ones or -1.
+    `accepts_any_ids` also takes a router's own output: int32 or int64 ids with any values and strides, fp32, bf16 or
+    fp16 weights, and a map from global ids to local ones. Ids without a local expert contribute nothing.
     """
 
     ids: Tensor  # [M, k]

@@ -20,7 +20,7 @@ FAST, BATCH_INVARIANT = ORDERS = ("fast", "batch-invariant")
 class Problem:
     """A layer of routed experts, or a linear layer (`w13` is its matrix and `w2` is None).
 
-    Sizes are those of this rank's shard. `activations` is the number format of each GEMM's input:
+    Sizes describe this rank's shard. `activations` is the number format of each GEMM's input:
     16-bit unquantised, or quantised with static scales (from the checkpoint) or one scale per row.
     """
 

@@ -35,7 +35,7 @@ def setting() -> str:
 def open_library(library: NativeLibrary, what: str) -> Opened:
     """Load a library that was built from the current sources. `what` names it in messages.
 
-    Warns of one that is there and cannot be used: after an update of the sources everything would only be slow.
+    Warns if the library exists but does not match the sources: after an update it would only make everything slow.
     """
     if setting() == OFF:
         return Opened(None, f"switched off ({SWITCH}={OFF})")

@@ -37,9 +37,9 @@ class Turn:
 class Nibbles:
     """4-bit codes [..., N, K], two per byte: even columns in the low nibble. K is even.
 
-    Checkpoints store them so, and kernels read them so in another order. Moving whole bytes between the two takes a
-    fraction of the memory traffic of one byte per code. The methods are those of a tensor of codes, as views or copies
-    of the bytes; columns are cut in pairs, and only rows can be selected.
+    Checkpoints store two codes per byte, and kernels read two codes per byte in another order. Moving whole bytes
+    takes a fraction of the memory traffic of one byte per code. The methods mirror a tensor of codes, as views or
+    copies of the bytes; columns are cut in pairs, and only rows can be selected.
 
     With a `turn`, the codes are stored in another order, and turned when they are first needed: `verify` only asks
     which codes occur, and for that any order will do, and the kernels that pack read most orders as they are.

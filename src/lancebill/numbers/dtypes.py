@@ -107,7 +107,7 @@ class DType:
 
     @cached_property
     def min_positive(self) -> float:
-        """Smallest value above zero; 0 if there is none."""
+        """Smallest positive value, else 0."""
         if self.kind == INTEGER:
             return 1.0 if self.max > 0 else 0.0
         if not self.table:

@@ -14,7 +14,7 @@ from torch import Tensor
 def rotate(rows: Tensor, block: int) -> Tensor:
     """fp32 rows [..., k] with every `block` columns rotated; itself if `block` is 0.
 
-    Sums are those of the fast transform, pairs at distance 1 first, so that the bits do not depend on other rows.
+    Adds in the order of the fast transform, pairs at distance 1 first, so that the bits do not depend on other rows.
     """
     if block < 2:
         return rows

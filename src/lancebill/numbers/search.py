@@ -1,9 +1,9 @@
 """Scales of least weighted squared error: a second step of `quantize`, which `convert` takes by default.
 
-`fit_levels` lets the codes of each block reach its largest value. A smaller scale clips that value but rounds the
-others more finely, and the values of a block may fall on the steps of a float type better or worse. For every block
-this module tries a few scales around the fitted one, and keeps the one with the least weighted sum of squared rounding
-errors. It looks at the weights only; no data is needed.
+`fit_levels` lets the codes of each block reach its largest value. A smaller scale clips that value but rounds all
+smaller values more finely. With float types, a block's values may also be closer to the steps of another scale. For
+every block this module tries a few scales around the fitted one, and keeps the one with the least weighted sum of
+squared rounding errors. It looks at the weights only; no data is needed.
 
 An error counts as much as the weight is large, by its square. With equal counts the search clips large weights, on
 which a model depends most: the error over all weights falls, and yet the perplexity rises (`benchmarks rounding`).
@@ -46,7 +46,7 @@ def search_pays(spec: QuantSpec) -> bool:
 
 
 def can_search(spec: QuantSpec) -> bool:
-    """Whether there are other scales to try: of 8-bit integers, for example, there are none."""
+    """Whether a search tries more than one scale per block. 8-bit integers, for example, have no alternatives."""
     inner = _innermost(spec)
     if inner is None or spec.minimum:  # no format that we write has a minimum
         return False

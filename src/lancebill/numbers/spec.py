@@ -92,9 +92,9 @@ class Zero(Level):
 class QuantSpec:
     """Codes of `dtype`, levels of scales, an optional zero point, an optional minimum.
 
-    `minimum` is a product of levels like the scales (GGUF's K-quants store it as a 6-bit integer
-    times an fp16), subtracted at the end. `rotation` is the columns of a block of the Hadamard rotation
-    of this matrix and of its inputs; 0: none.
+    `minimum` is a product of levels like the scales, subtracted at the end (GGUF's K-quants store it as a 6-bit
+    integer times an fp16). `rotation`: block size in columns of the Hadamard rotation applied to this matrix and to
+    its inputs; 0: not rotated.
     """
 
     dtype: DType

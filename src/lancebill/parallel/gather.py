@@ -1,7 +1,7 @@
 """The gather form: every rank gets every token and computes its own experts; the outputs are summed over ranks.
 
-Shapes depend only on the largest batch and the host reads nothing back, so a backend that can be captured in a CUDA
-graph can be captured here too. Routing happens before, on the token's own rank, so token ids and router logits are not
+Shapes depend only on the largest batch and the host reads no device data, so CUDA graphs work if they work for the
+backend. Routing happens before, on the token's own rank, so token ids and router logits are not
 sent. This form sends more bytes than the all-to-all form, and sums partial results by rank instead of by slot.
 """
 

@@ -55,8 +55,8 @@ class Generated:
 def generate(example: Example, naming: Naming, form: NameForm, size: Geometry, *, seed: int = 0) -> Generated:
     """A checkpoint with `example`'s scheme and the tensor names of `form`, one of `naming`'s forms.
 
-    It has biases if the example says so, or if the family always has them. Where layers have several mixtures, it has
-    the others too; `weights` are those of the first.
+    It has biases if the example or the family has them. If layers have several mixtures, all of them are generated;
+    `weights` belong to the first.
     """
     if naming.biased and example.scheme.part("bias") is not None:
         example = replace(example, bias=True)

@@ -33,10 +33,10 @@ from lancebill.numbers.scan import Extent, Survey, any_negative, contains_any, e
 from lancebill.numbers.spec import DIV, TENSOR, Scale
 from lancebill.numbers.weight import LogicalWeight
 
-OUTER_SCALE = "scale_2"  # the role formats give to the second level of scales
-MIN_BLOCKS = 64  # scales that are all equal say nothing if there are few
-WIDE_BLOCK = 1024  # weights: the powers of two that fit blocks of this size are often all equal
-PLAUSIBLE_INPUTS = (1e-12, 1e12)  # activation scales outside come from an expert that saw no token
+OUTER_SCALE = "scale_2"  # the formats' role for the second level of scales
+MIN_BLOCKS = 64  # equal scales are suspicious only from this many on
+WIDE_BLOCK = 1024  # weights in a block; power-of-two scales of blocks this large are often all equal
+PLAUSIBLE_INPUTS = (1e-12, 1e12)  # an activation scale outside this range means that the expert saw no token
 _EXPORT_AGAIN = "tokens that are routed there get a wrong answer: export the checkpoint again"
 _RECALIBRATE = "calibrate with data that reaches every expert, or quantise the weights only"
 

@@ -1,6 +1,6 @@
-"""What only a comparison shows: experts that are zero or equal, or whose scale was lost.
+"""Compare the experts of a layer: find zero experts, equal experts and lost scales.
 
-Each finding names all experts of a layer that it concerns. None of them is wrong for certain, so they are warnings.
+Each finding lists its experts. Findings are warnings, because a real checkpoint may contain such experts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.errors import BadValue, ranges
 
-OUTLIER = 64.0  # times the usual magnitude: no training gives that, a lost scale gives more
-FEW_SCALES = 4  # activation scales that are all equal say nothing if there are fewer
+OUTLIER = 64.0  # times the usual magnitude: training never gives this much, a lost scale gives more
+FEW_SCALES = 4  # equal activation scales are suspicious only from this many on
 
 
 def compare_layer(read: Reader, profiles: Sequence[Profile]) -> Iterator[BadValue]:

@@ -1,4 +1,4 @@
-"""What a rank loads of a layer: which experts, which part of their matrices, in which specs."""
+"""The part of a layer that one rank loads: its experts, the cut of their matrices, and the specs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LayerPlan:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether an expert's matrices are rounded, or their rows reordered, by what they hold."""
+        """Whether loading rounds an expert's matrices or reorders their rows depending on their values."""
         return bool(self.requantize) or self.layer.sample(DOWN).scheme.act_order
 
     @property

@@ -1,7 +1,7 @@
 """Memory that a thread reads into again and again.
 
-If each read had memory of its own, the C library would keep much of what is free again: a loaded model would come with
-the largest slices of all threads, in pieces that fit nothing.
+The C library keeps freed blocks of this size. If each read allocated its own buffer, a loaded model would hold one
+largest slice per thread in fragmented heap memory.
 """
 
 from __future__ import annotations

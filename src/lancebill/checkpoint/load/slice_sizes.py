@@ -12,12 +12,12 @@ from lancebill.checkpoint.load.staging import BUFFER_BYTES
 
 # Bytes of a slice of experts, as packed. Temporary memory is at most a few times that for each thread.
 SLICE_BYTES = {"cpu": 10 << 20, "cuda": 64 << 20}
-MOST_CPU_BYTES = 16 << 20  # of a large layer: Python takes as long for several experts as for one
-CPU_SHARE = 32  # of such a layer's bytes, a slice has at most one in so many
-HELD_BYTES = 256 << 20  # copied of a slice whose tensors are on the GPU already, or in pinned memory
-WORKING_BYTES = 192 << 20  # of all threads together
-READ_BYTES = 256 << 20  # of pinned memory
-READ_BUFFERS = 3  # of a slice that is read ahead: with smaller ones, packing would take longer than reading
+MOST_CPU_BYTES = 16 << 20  # a slice of a large layer: Python takes as long for several experts as for one
+CPU_SHARE = 32  # a slice has at most 1/32 of such a layer's bytes
+HELD_BYTES = 256 << 20  # bytes copied for a slice whose tensors are already on the GPU or in pinned memory
+WORKING_BYTES = 192 << 20  # all threads together
+READ_BYTES = 256 << 20  # pinned memory
+READ_BUFFERS = 3  # buffers per slice that is read ahead: with smaller ones, packing would take longer than reading
 COPIED = 3  # buffers that may not be free yet, as they are copied
 FEWEST_AHEAD = 3  # slices, however large
 READERS = 6  # threads: a disk needs several reads at a time to reach its rate, but more take Python from the packing
@@ -40,14 +40,16 @@ def read_step(plan: LayerPlan, device: torch.device) -> int:
 
 
 def pinned_step(plan: LayerPlan, device: torch.device) -> int:
-    """How many experts are copied and packed together whose tensors are in pinned memory: with fewer calls the host
+    """Experts per copy and packing call if their tensors are in pinned memory: with fewer calls the host
     is as fast as the copies."""
     return _experts_in(plan, HELD_BYTES) if plan.views_codes else step_for(plan, device)
 
 
 def held_step(plan: LayerPlan) -> int:
-    """How many experts are packed together whose tensors are on the GPU: codes that stay where they are take no memory,
-    and a call costs the host as much as reading a hundred experts."""
+    """Experts per packing call if their tensors are already on the GPU.
+
+    Codes are not copied then and take no memory, and one call costs the host as much as reading a hundred experts.
+    """
     if not plan.views_codes:
         return _experts_in(plan, HELD_BYTES)
     return max(1, HELD_BYTES // max(1, level_bytes(plan)))

@@ -1,8 +1,8 @@
 """Models on the Hugging Face hub by their names: downloaded when first used, then found in the hub's cache.
 
-`owner/model` is a repository. Of one with GGUF files `owner/model:Q4_K_M` is the file of a quantisation, as llama.cpp
-writes it, and `owner/model/folder/file.gguf` any file. Only what is read here is downloaded: many repositories have the
-same weights twice, in another layout of names beside transformers' or in a folder of their own.
+`owner/model` is a repository. If it contains GGUF files, `owner/model:Q4_K_M` selects one by quantisation, as in
+llama.cpp, and `owner/model/folder/file.gguf` by path. Only files that are read here are downloaded: many repositories
+contain the same weights twice, under other names or in another folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Download = Callable[[Sequence[str]], Path]  # the folder, with these files in it
 
 @dataclass(frozen=True)
 class HubName:
-    """What a name on the hub says: a repository, and perhaps one of its GGUF models by quantisation or by file."""
+    """A parsed hub name: a repository, optionally with one of its GGUF models by quantisation or by file."""
 
     repository: str
     quantisation: str | None = None
@@ -156,7 +156,7 @@ def _matching(name: HubName, files: Sequence[str]) -> list[list[str]]:
 
 
 def _chosen(name: HubName, files: Sequence[str]) -> list[str]:
-    """The files of the one GGUF model that is meant; raises if there are none or several."""
+    """The files of the GGUF model with this name; raises unless exactly one model matches."""
     found = _matching(name, files)
     if len(found) == 1:
         return found[0]

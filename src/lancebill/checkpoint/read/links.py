@@ -1,8 +1,8 @@
 """Links in a checkpoint's folder, which whoever made the checkpoint chose.
 
 A link out of the folder would make a private file a part of what is converted, saved and published. So it is refused,
-before the file is read. Two kinds of links are followed: those of a hub cache, from `snapshots/<revision>/x` to
-`blobs/y`, and those from a tensor file to a tensor file, because people share shards between checkpoints.
+before the file is read. Two kinds of links are followed: links of a hub cache, from `snapshots/<revision>/x` to
+`blobs/y`, and links between tensor files, because people share shards between checkpoints.
 """
 
 from __future__ import annotations

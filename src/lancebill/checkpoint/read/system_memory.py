@@ -1,7 +1,7 @@
 """Memory that comes from the system and goes back to it as a whole.
 
-The C library keeps much of what is freed, more so what one thread allocates and another frees, and it takes large
-pieces from its heaps once it has seen such pieces freed. None of that concerns this memory.
+The C library keeps much freed memory, especially if one thread allocates it and another frees it, and after a large
+free it serves large requests from its heaps. This memory bypasses the C library.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class FamilyRouting:
     own_router: str | None = None
 
 
-# Defaults for missing keys are those of each family's published code.
+# Defaults for missing keys come from each family's published code.
 _SIGMOID_BIASED: Fields = {"scoring": SIGMOID, "renormalize": True, "epsilon": 1e-20, "correction": True}
 _BIASED_KEYS = (NORM, SCORING, SCALE, *GROUPS, BY_BIASED_SCORE)
 _DEEPSEEK_V3 = FamilyRouting(

@@ -41,8 +41,8 @@ class Manifest:
     layers: dict[int, StoredLayer] = field(default_factory=dict)
     problems: list[CheckpointError] = field(default_factory=list)
     expert_tensors: frozenset[str] = frozenset()
-    layer_indices: tuple[int, ...] = ()  # all layers that have experts, resolved or not
-    beside: tuple[Manifest, ...] = ()  # other mixtures of the same layers; `expert_tensors` are those of all
+    layer_indices: tuple[int, ...] = ()  # all layers with experts, resolved or not
+    beside: tuple[Manifest, ...] = ()  # other mixtures of the same layers; `expert_tensors` covers all mixtures
 
     @property
     def mixtures(self) -> tuple[Manifest, ...]:
@@ -205,7 +205,7 @@ def _modules_of(form: NameForm, tensors: Iterable[str]) -> tuple[int, _Modules]:
 
 
 def _is_oriented(form: NameForm, modules: _Modules, tensors: Mapping[str, Stored], sizes: ExpertSizes) -> bool:
-    """Whether no stacked matrix has the other orientation: [K, N] where the form says [N, K], or the reverse."""
+    """Whether all stacked matrices have the orientation of the form, [N, K] or [K, N]."""
     if not form.stacked or sizes.hidden is None or sizes.intermediate is None:
         return True
     for (_, stored), module in next(iter(modules.values()), {}).items():

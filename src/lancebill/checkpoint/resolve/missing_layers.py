@@ -14,7 +14,7 @@ from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.naming import Naming
 from lancebill.errors import CheckpointError, MissingTensor, UnexpectedTensor, ranges
 
-# Keys of configs by which layers after the first one with experts may have none, and values that say that none is so.
+# Config keys that make later layers dense. The values below leave every layer sparse.
 _UNEVEN = (
     "decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "interleave_moe_layer_step", "is_moe_layer",
     "moe_layers", "moe_layers_enum", "moe_layer_freq", "moe_layer_frequency", "moe_layer_interval",

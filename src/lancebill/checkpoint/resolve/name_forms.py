@@ -35,13 +35,13 @@ class NameForm:
 
     home: str
     names: Mapping[str, str]
-    transposed: tuple[str, ...] = ()  # projections whose matrices and block scales are stored [K, N]
+    transposed: tuple[str, ...] = ()  # projections stored [K, N], block scales too
     interleaved: bool = False  # fused rows alternate gate, up, gate, up
     flat: bool = False  # experts stacked along the first matrix axis: [E*I, H]
     exclusive: bool = True  # everything below home belongs to the experts
-    together: bool = False  # one numbering for the experts of all mixtures of a layer, of which this one has
-    first: int = 0  # ... the numbers from here
-    end: int | None = None  # ... to before this
+    together: bool = False  # one numbering for all mixtures of a layer; this mixture has the experts [first, end)
+    first: int = 0
+    end: int | None = None
     prefixes: tuple[str, ...] = PREFIXES
     architectures: tuple[str, ...] = ()  # of GGUF files that have this form and no other; (): all others
 
@@ -179,7 +179,7 @@ class Router:
         return None
 
     def gate_layer(self, name: str) -> int | None:
-        """The layer whose gate matrix has this name; None if it is none."""
+        """The layer number if this name is a gate matrix, else None."""
         matches = (pattern.fullmatch(name) for pattern in self._gate_patterns)
         return next((int(match["layer"]) for match in matches if match is not None), None)
 
@@ -289,7 +289,7 @@ class Naming:
         return layer_name(layer, self.mixture)
 
     def claim(self, name: str) -> Claim | None:
-        """What the tensor with this name is; None if it is neither an expert's nor their router's."""
+        """Parse a tensor name; None unless it belongs to an expert or to a router."""
         for form in self.forms:
             parsed = parse_name(form, name)
             if parsed is not None:
@@ -306,5 +306,5 @@ class Naming:
         return tuple({form.in_layer.pattern: form.in_layer for form in self.forms}.values())
 
     def has_experts_in(self, module: str) -> bool:
-        """Whether the module with this name contains experts of this family: not those of an encoder of images."""
+        """Whether the module with this name contains experts of this family, an image encoder's experts excluded."""
         return any(form.at_home.fullmatch(module) for form in self.forms)

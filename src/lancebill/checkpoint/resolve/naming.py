@@ -92,7 +92,7 @@ _ERNIE_VL = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "ernie4_5_moe_vl")
 
 
 def _ernie_vl(mixture: str, entry: int) -> Naming:
-    """One of the two mixtures of every layer, for tokens of text and for those of images.
+    """One of the two mixtures of every layer: text tokens or image tokens.
 
     The hub's names have one numbering for the experts of both, one gate with two matrices, and one correction.
     """
@@ -309,7 +309,7 @@ REFUSED = {
 def find_family(model: Mapping[str, Any], *, mixture: str | None = None) -> Naming:
     """The row for a config.json, by its `model_type`, or by that of its text_config if that one is not known.
 
-    Where layers have several mixtures, `mixture` chooses one: by default the first, with the others beside it.
+    If layers have several mixtures, `mixture` chooses one. The default is the first, with the rest in `beside`.
     """
     row = _row(model).numbered(model).of_architecture(model)
     if mixture is None:

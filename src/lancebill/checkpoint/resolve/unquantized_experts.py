@@ -1,6 +1,6 @@
 """Find experts that are stored unquantised although the config says otherwise.
 
-Tools that quantise modules skip experts that are one stacked parameter, and say nothing. Such a checkpoint can be read:
+Tools that quantise modules silently skip experts that are one stacked parameter. Such a checkpoint can be read:
 the tensors are plain floats. But it has none of the size or speed that it was made for, and engines that believe the
 config look for scales that do not exist.
 """

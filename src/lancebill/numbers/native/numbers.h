@@ -42,7 +42,7 @@ typedef struct lancebill_code_type {
   int32_t encoding; /* an enum lancebill_encoding */
   float low, high;  /* the largest codes' values: positions beyond are clamped */
   int32_t offset;   /* integers: subtracted from the value to give the code ... */
-  int32_t mask;     /* ... of which these bits are stored */
+  int32_t mask;     /* stored bits of the code */
   int32_t mantissa, bias, bits; /* minifloats */
 } lancebill_code_type;
 
