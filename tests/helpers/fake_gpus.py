@@ -87,6 +87,8 @@ def _real(value: object) -> object:
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is torch.device:
+        return func(*args, **kwargs)
     name = func.__name__
     if name == "__get__":
         name = f"get {func.__self__.__name__}"  # type: ignore[attr-defined]

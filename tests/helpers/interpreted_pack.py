@@ -1,4 +1,6 @@
-"""The kernels that pack weights, in Triton's interpreter, against the definition in torch.
+"""The kernels that pack weights, in Triton's interpreter on a fake GPU, against the definition in torch.
+
+A kernel that is given a tensor of the CPU fails, and so does a weight that torch packs where kernels can.
 
 Not collected by pytest: `test_hopper_dispatch.py` runs it in a separate process, where TRITON_INTERPRET is set before
 Triton is imported.
@@ -7,18 +9,19 @@ Triton is imported.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from codes_apart import codes_apart
+from fake_gpus import memory_of, plugged_in
 from interpreted import scalars
 from torch import Tensor
 from triton.runtime.jit import ConstexprFunction
 
 from lancebill.backends.cpu import layout as cpu_layouts
 from lancebill.backends.cpu.layout import CpuLayout
-from lancebill.backends.gpu import layout as layouts
 from lancebill.backends.gpu import pack_on_gpu
 from lancebill.backends.gpu.kernels import pack_codes, pack_scales
 from lancebill.backends.gpu.layout import FragmentLayout, Rerounded
@@ -35,6 +38,8 @@ FORMS = [  # and experts; the tests on a GPU have all forms
 ]  # fmt: skip
 SIZES = {"g64": (192, 64), "g128": (256, 128), "block": (256, 128)}  # hidden and intermediate, by part of the spec
 TURNED = ("mxfp4", "int4-g64:fp16")
+GPU = torch.device("cuda", 0)
+RAN = list[str]()  # kernels of this test
 
 
 def run(make: object, key: tuple[object, ...], values: pack_on_gpu.Values, programs: int, device: torch.device) -> bool:
@@ -47,15 +52,21 @@ def run(make: object, key: tuple[object, ...], values: pack_on_gpu.Values, progr
         value = values[name]
         if kind.startswith("*") and value is None:
             value = torch.zeros(1, dtype=torch.int64 if kind == "*i64" else torch.int32)
-        if isinstance(value, Tensor) and kind != "*fp32":
-            value = value.view(integer[value.dtype.itemsize])
+        if isinstance(value, Tensor) and values[name] is not None:
+            value = memory_of(value, device)
+        with torch._C.DisableTorchFunction():
+            if isinstance(value, Tensor) and kind != "*fp32":
+                value = value.view(integer[value.dtype.itemsize])
         arguments.append(value)
-    kernel[(programs,)](*arguments, **dict(source.constants))
+    with torch._C.DisableTorchFunction():
+        kernel[(programs,)](*arguments, **dict(source.constants))
+    RAN.append(source.kernel)
     return True
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    RAN.clear()
     monkeypatch.setattr(pack_on_gpu, "launch", run)
     for module in (pack_codes, pack_scales):
         monkeypatch.setattr(module, "range", scalars, raising=False)
@@ -63,34 +74,35 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(function, ConstexprFunction):
             monkeypatch.setattr(pack_codes, name, function.fn)
     monkeypatch.setattr(pack_on_gpu, "_CHUNK", 2)  # rows of several chunks
+    with plugged_in(monkeypatch):
+        yield
 
 
-def packed(layout: FragmentLayout, shape: MatrixShape, weights: LogicalWeight) -> Packed:
-    out = layout.allocate(shape, *weights.lead)
+def packed(layout: FragmentLayout, shape: MatrixShape, weights: LogicalWeight, device: str = "cpu") -> Packed:
+    """In memory of the CPU, wherever it was packed."""
+    out, before = layout.allocate(shape, *weights.lead, device), len(RAN)
     for tensor in out.values():
         tensor.fill_(85)  # pack must write every byte
     layout.pack(shape, weights, out)
-    return out
+    assert RAN[before:] == (["pack_scales", "pack_codes"] if device != "cpu" else [])
+    return {name: tensor.cpu() for name, tensor in out.items()}
 
 
 @pytest.mark.parametrize(("spec", "activations", "experts"), FORMS)
-def test_kernels_follow_the_definition(
-    spec: str, activations: str, experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_follow_the_definition(spec: str, activations: str, experts: int) -> None:
+    """Of weights on the CPU, which are moved."""
     hidden, intermediate = next((size for name, size in SIZES.items() if name in spec), (96, 32))
     problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=experts, top_k=1)
     layout = FragmentLayout(problem)
     for shape in problem.matrices.values():
         weights = stack_experts([plausible_weight(shape, seed) for seed in range(experts)])
         want = packed(layout, shape, weights)
-        with monkeypatch.context() as patch:
-            patch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
-            others = turned_codes(weights, gated=problem.is_gated(shape.name)) if spec in TURNED else []
-            for stored in (*row_codes(weights), *others):
-                got = packed(layout, shape, replace(weights, stored=stored))
-                assert got.keys() == want.keys()
-                for name in want:
-                    assert same_bits(got[name], want[name]), (shape, name)
+        others = turned_codes(weights, gated=problem.is_gated(shape.name)) if spec in TURNED else []
+        for stored in (*row_codes(weights), *others):
+            got = packed(layout, shape, replace(weights, stored=stored), "cuda")
+            assert got.keys() == want.keys()
+            for name in want:
+                assert same_bits(got[name], want[name]), (shape, name)
 
 
 def row_codes(weights: LogicalWeight) -> list[Tensor | Nibbles]:
@@ -136,9 +148,9 @@ def test_codes_of_the_cpu_are_unpacked_as_defined(
         held = layout.allocate(shape, 2)
         layout.pack(shape, weights, held)
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_layouts, "on_gpu", Tensor.is_contiguous)
             patch.setattr(cpu_layouts, "_unpack_nibbles", None)  # not used
-            assert layout.unpack(shape, held).equals(weights), shape
+            found = layout.unpack(shape, {name: tensor.to(GPU) for name, tensor in held.items()})
+        assert found.device == GPU and found.to(torch.device("cpu")).equals(weights), shape
 
 
 def test_codes_are_found_where_each_matrix_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +159,15 @@ def test_codes_are_found_where_each_matrix_is(monkeypatch: pytest.MonkeyPatch) -
     for shape in problem.matrices.values():
         weights = stack_experts([plausible_weight(shape, seed) for seed in range(2)])
         want = packed(layout, shape, weights)
-        ways = codes_apart(weights, gated=problem.is_gated(shape.name))
+        ways = codes_apart(weights.to(GPU), gated=problem.is_gated(shape.name))
         with monkeypatch.context() as patch:
-            patch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
             patch.setattr(Nibbles, "together", property(lambda codes: pytest.fail("the codes were copied")))
             for stored in ways:
-                got = packed(layout, shape, replace(weights, stored=stored))
+                got = packed(layout, shape, replace(weights, stored=stored), "cuda")
                 assert all(same_bits(got[name], want[name]) for name in want), shape
 
 
-def test_groups_far_below_their_rows_largest_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_far_below_their_rows_largest_are_left_to_torch() -> None:
     problem = layer_problem("mxfp4", "fp16", hidden=96, intermediate=32, experts=1, top_k=1)
     layout, shape = FragmentLayout(problem), problem.matrices["w13"]
     weights = stack_experts([plausible_weight(shape, 0)])
@@ -164,13 +175,12 @@ def test_groups_far_below_their_rows_largest_are_left_to_torch(monkeypatch: pyte
     scales[0, 5, 0], scales[0, 5, 1:] = 100, 140
     weights = replace(weights, scales=(scales,))
     want = packed(layout, shape, weights)
-    monkeypatch.setattr(layouts, "on_gpu", Tensor.is_contiguous)
     asked, assumed = FragmentLayout(problem), FragmentLayout(problem)
-    got = packed(asked, shape, weights)
+    got = packed(asked, shape, weights, "cuda")
     with assuming() as flags:
-        packed(assumed, shape, weights)
+        packed(assumed, shape, weights, "cuda")
     assert bool(any_set(flags)) and assumed.rerounded.groups == 0
     with repeating():
-        again = packed(assumed, shape, weights)
+        again = packed(assumed, shape, weights, "cuda")
     assert all(same_bits(tensors[name], want[name]) for name in want for tensors in (got, again))
     assert layout.rerounded == asked.rerounded == assumed.rerounded == Rerounded(1, scales.numel())
