@@ -1,4 +1,4 @@
-"""How a replacement is compared with a module of a model, of which nothing is known but the names of its children."""
+"""Compare a replacement with a module of a model. Only the names of the module's children are known."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The decode steps of one batch size, captured: a step copies the model's inputs to fixed places and replays a graph.
 
-A graph repeats kernels and nothing that Python did meanwhile. So the first graph of each kind is compared with the
-model itself, one token after it was captured: a model whose Python code depends on the position is found out.
+A graph replays kernels, but not the model's Python code. Python code that depends on the position would therefore give
+wrong results. To detect it, the first graph of each kind is compared with the model one token after the capture.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class DecodeGraphs:
     def __init__(self, cache: DecodeCache, recorder: Recorder) -> None:
         self.cache, self.recorder = cache, recorder
         self.kinds: dict[Hashable, StepKind] = {}
-        self.masked: StepKind | None = None  # whose mask is that of the current sequences
+        self.masked: StepKind | None = None  # the kind that holds the mask of the current sequences
         self.refused: Reason | None = None
         self.stamp: Hashable = None
         self.swaps: list[Swap] | None = None  # of the model with this stamp

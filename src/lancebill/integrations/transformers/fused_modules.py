@@ -52,7 +52,7 @@ class Joined(nn.Module):
 class FusedAttention(nn.Module):
     """Grouped-query attention with rotary positions, q, k and v in one matrix.
 
-    The attributes are those that transformers' attention functions read.
+    Has the attributes that transformers' attention functions read.
     """
 
     def __init__(self, source: Any, qkv: nn.Module, how: dict[str, Any]) -> None:

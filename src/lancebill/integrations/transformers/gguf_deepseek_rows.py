@@ -43,7 +43,7 @@ def _streams(stem: str, module: str) -> dict[str, str]:
 
 DEEPSEEK_ROWS: dict[str, GgufRow] = {
     # transformers has no class of its own for the first DeepSeek. ERNIE 4.5 computes the same: rotary columns are
-    # neighbours, as in the file, and nothing is added to the scores or divides them (their sum is at most 1).
+    # neighbours, as in the file. Its epsilon does not matter, because the sum of the scores is at most 1.
     "deepseek": GgufRow(
         "ernie4_5_moe",
         SHARED,

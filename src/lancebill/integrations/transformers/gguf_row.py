@@ -1,7 +1,7 @@
 """How a GGUF architecture with experts is a model of transformers: names, config keys, and what llama.cpp changes.
 
-What most architectures share is in `NAMES` and `KEYS`; a row adds to it and replaces it. Names are those of modules
-below a layer; keys are those of the metadata below the architecture.
+`NAMES` and `KEYS` hold the common part; a row extends or overrides them. Names are module names below a layer; keys are
+metadata keys below the architecture.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from lancebill.layer.module_hooks import has_hooks
 
 _LOG = logging.getLogger(__name__)
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
-_MASKED_ATTENTION = {"sdpa", "eager"}  # they hide what the mask hides; others go by lengths
-_EXPECTED = {"asked", "device"}  # reasons that surprise nobody
+_MASKED_ATTENTION = {"sdpa", "eager"}  # they follow the mask; other implementations follow lengths
+_EXPECTED = {"asked", "device"}  # reasons that are not logged
 _MOST_KEPT = 4  # batch sizes: each has a cache and graphs
 _MOST_AT_FIRST = 4096  # columns of a new cache; it grows when there are more tokens
 
@@ -219,7 +219,7 @@ def use_graphs(model: Any, recorder: MakeRecorder = CudaRecorder) -> None:
 
 
 def _chosen(how: Any, given: dict[str, Any], mode: Any) -> Reason | None:
-    """What the caller of `generate` asked for, and a graph does not give."""
+    """The first option of this `generate` call that CUDA graphs do not support."""
     wishes = {
         "disable_compile=True": how.disable_compile,
         "use_cache=False": how.use_cache is False,

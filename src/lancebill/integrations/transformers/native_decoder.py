@@ -32,15 +32,15 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.router_tensors import RouterTensors
 
-MOST_ROWS = 256  # tokens of a call: each reads and expands all weights
+MOST_ROWS = 256  # tokens per call; each call reads and expands all weights
 ALWAYS_NATIVE = 64  # tokens for which native steps never take longer
-# Beside a native step torch computes on one thread only: others of its threads would spin for milliseconds afterwards,
-# on cores that those of the step need.
-ONE_THREAD = 1 << 14  # numbers: torch copies and converts so many on one thread
+# Beside a native step torch computes on one thread only. Its other threads would spin for milliseconds afterwards, on
+# cores that the native step needs.
+ONE_THREAD = 1 << 14  # torch copies and converts this many numbers on one thread
 FIRST_ANGLES = 256  # positions in the first table; doubled whenever it is used up
 _KNOWN = {"dropout", "scaling", "sliding_window"}  # what an attention passes on that a native step follows
 _GATED = ("gate_proj", "up_proj", "down_proj")
-# Kinds of rotary positions whose angles follow from the position alone; those of others depend on the longest sequence.
+# Kinds of rotary positions with angles that depend on the position only, and not on the longest sequence.
 _FIXED_ANGLES = {"default", "linear", "llama3", "yarn"}
 
 

@@ -111,7 +111,7 @@ class NativeSteps:
         return result
 
     def _is_small(self, tokens: Tensor) -> bool:
-        """Whether a call is a decode step, or a prompt of which native steps are known to take less time."""
+        """Whether a call is a decode step, or a prompt short enough for native steps to be faster."""
         if tokens.shape[1] == 1 and self.cache.length > 0:
             return True
         decoder = self.shared.decoder
@@ -185,7 +185,7 @@ def _padding(mask: Tensor | None, rows: int) -> Sequence[int] | None:
 
 
 def _count_tokens(positions: Tensor | None, length: int, new: int, padding: Sequence[int]) -> bool:
-    """Whether the positions of new tokens count those before them that are not padding."""
+    """Whether each new token's position equals the number of unpadded tokens before it."""
     if positions is None:
         return False
     for row, hidden in zip(positions.expand(len(padding), -1).tolist(), padding):

@@ -80,7 +80,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 
 def takes_routed_rows(module: nn.Module) -> bool:
-    """Whether this module is called like one of the experts interface: with rows, expert ids and weights."""
+    """Whether this module is called with rows, expert ids and weights, as in transformers' experts interface."""
     return uses_interface(module) or set(signature(module.forward).parameters) >= _ROUTED_ARGUMENTS
 
 
@@ -89,7 +89,7 @@ def _takes_rows(module: nn.Module) -> bool:
 
 
 def takes_sorted_rows(module: nn.Module) -> bool:
-    """Whether this module has the matrices of all experts and is called with nothing but rows for each of them."""
+    """Whether this module has the stacked matrices of all experts and takes only rows sorted by expert."""
     stacked = [parameter.ndim == 3 for parameter in module.parameters(recurse=False)]
     return len(stacked) > 1 and all(stacked) and [*signature(module.forward).parameters] == ["hidden_states"]
 
@@ -100,7 +100,7 @@ def has_post_expert_norm(module: nn.Module) -> bool:
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
-    """All experts modules with their names and layer indices; raises if there are none that we can replace."""
+    """All experts modules with their names and layer indices; raises if no module can be replaced."""
     modules = [(name, module) for name, module in model.named_modules() if _takes_rows(module)]
     if not modules:
         raise UnsupportedProblem(

@@ -47,11 +47,11 @@ class RestRules:
 class RestReport:
     """The modules outside the experts: what stays packed, and what was dequantised and why."""
 
-    packed: dict[str, str] = field(default_factory=dict)  # spec and backend, by module
-    dequantized: dict[str, str] = field(default_factory=dict)  # the reason in one or more lines, by module
-    bytes: int = 0  # of what stays packed
-    specs: dict[str, QuantSpec] = field(default_factory=dict)  # of what stays packed, by linear module
-    requantized: tuple[str, ...] = ()  # modules with other numbers than the checkpoint's
+    packed: dict[str, str] = field(default_factory=dict)  # module -> spec and backend
+    dequantized: dict[str, str] = field(default_factory=dict)  # module -> reason, one or more lines
+    bytes: int = 0  # packed bytes
+    specs: dict[str, QuantSpec] = field(default_factory=dict)  # packed linear module -> spec
+    requantized: tuple[str, ...] = ()  # modules that no longer have the checkpoint's numbers
     not_quantised: str = ""  # the dtype of what is not quantised, and why it is not the one that was stored
 
     def __str__(self) -> str:

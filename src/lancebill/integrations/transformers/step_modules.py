@@ -20,9 +20,9 @@ from lancebill.integrations.transformers.decode_cache import DecodeCache
 from lancebill.integrations.transformers.fused_modules import fused_norm
 
 PROBE_TOKENS = 5
-_DEVICES = {"cuda"}  # with kernels
-_SDPA = "sdpa"  # whose masks are bools
-_UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that our kernels do not have
+_DEVICES = {"cuda"}  # kernels exist for these
+_SDPA = "sdpa"  # has boolean masks
+_UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that our kernels lack
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class StoredMatrix(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # by which `nn.Parameter` takes a tensor
+        if func is torch.ops.aten.detach.default:  # `nn.Parameter` calls this
             again = args[0].again()
             again.name = args[0].name
             return again

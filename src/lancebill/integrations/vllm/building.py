@@ -51,7 +51,7 @@ class ModelUnderConstruction:
 
     @property
     def keeps_narrow(self) -> bool:
-        """Whether dense matrices shall keep 16 bits: by default in models of whose experts we take any."""
+        """Whether dense matrices keep 16 bits: by default if we compute at least one layer of experts."""
         decisions = () if self.takeover is None else self.takeover.decisions.values()
         wanted = self.settings.linear == OFFER or any(decision.taken for decision in decisions)
         return self.settings.takes_any and self.settings.linear != OFF and wanted

@@ -150,7 +150,7 @@ def standing_aside(when: bool = True) -> Iterator[None]:
 
 
 def register_dense_config() -> None:
-    """vLLM chooses a config when it makes a `ModelConfig`, which knows nothing of our settings; its arguments do."""
+    """Hook into the creation of vLLM's `ModelConfig`: it chooses the quantisation config without our settings."""
     create = EngineArgs.create_engine_config
 
     @functools.wraps(create)
@@ -164,6 +164,6 @@ def register_dense_config() -> None:
 
 
 def _is_off(additional: object) -> bool:
-    """Whether the settings say so; other settings are read, and refused, when a model is built."""
+    """Whether the settings disable lancebill. Other settings are read and checked when a model is built."""
     section = additional.get(SECTION) if isinstance(additional, Mapping) else None
     return isinstance(section, Mapping) and section.get("mode") == OFF

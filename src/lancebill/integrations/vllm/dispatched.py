@@ -1,6 +1,6 @@
 """Our layer as the experts of vLLM's modular kernels, for all-to-all backends that dispatch rows themselves (DeepEP).
 
-A backend brings rows in one of three ways, each of them a form of `moe.dispatch`: tokens with ids and weights
+A backend passes rows in one of the three forms of `moe.dispatch`: tokens with ids and weights
 (`Indexed`); one row for each expert of a token, grouped by expert (`Contiguous`); a batch for each local expert
 (`Batched`). Rows are dispatched unquantised: our kernels quantise them.
 """

@@ -189,7 +189,7 @@ def load_options(layer: Any, moe: Any) -> LoadOptions:
 
 
 def refusals(moe: Any) -> list[Reason]:
-    """What this engine asks of the experts that our layer does not do."""
+    """Options of this engine that our layer does not support."""
     reasons = []
     if moe.is_lora_enabled:
         reasons.append(Reason("lora", "LoRA adapters of experts are not supported", "start without --enable-lora"))

@@ -20,7 +20,7 @@ _LOADER = "vllm.model_executor.model_loader"
 
 @dataclass(frozen=True)
 class Hook:
-    """A name in a module of vLLM. `arguments` are those that it must have, in any order."""
+    """A name in a module of vLLM. `arguments`: its required parameter names, in any order."""
 
     module: str
     name: str

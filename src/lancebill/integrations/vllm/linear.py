@@ -22,14 +22,14 @@ from lancebill.numbers.weight import LogicalWeight
 
 logger = init_logger("vllm.lancebill")
 
-DIMENSIONS = {"output_dim": 0, "input_dim": 1}  # by which vLLM's loaders find rows and columns
+DIMENSIONS = {"output_dim": 0, "input_dim": 1}  # vLLM's loaders find rows and columns by these
 
 
 class LinearMethod(LinearMethodBase):
     """Collects the stored modules of one layer, and computes with them.
 
     The layer's `weight` is on the meta device: vLLM's loaders and reloads see a parameter of the right shape, and
-    nothing is allocated. Where the modules do not fit together, the layer becomes a plain one of vLLM's.
+    nothing is allocated. If the modules cannot be joined, the layer becomes a plain layer of vLLM.
     """
 
     def __init__(self, settings: Settings, prefix: str) -> None:

@@ -58,7 +58,7 @@ def changed_attributes() -> list[tuple[Any, str]]:
 
 
 def place_of(hook: Hook) -> tuple[Any, str]:
-    """The class or module that has a hook, and its name there. A hook that is missing is none of anything."""
+    """The class or module that has a hook, and its name there. A placeholder if the hook does not exist."""
     owner, _, name = hook.name.rpartition(".")
     try:
         module = importlib.import_module(hook.module)

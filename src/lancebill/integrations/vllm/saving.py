@@ -11,7 +11,7 @@ from lancebill.integrations.vllm.takeover import takeover_of
 
 
 def refuse_incomplete_saves() -> None:
-    """`save_sharded_state` and tensorizer's files: without this they hold no experts, and nothing says so."""
+    """Refuse `save_sharded_state` and tensorizer's files, which would silently lack the experts."""
     sharded, tensorized = SAVE_HOOKS
     if missing_hook((sharded,)) is None:
         from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader

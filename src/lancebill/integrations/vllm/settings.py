@@ -26,8 +26,8 @@ AUTO, *_ = LINEAR = ("auto", OFFER, OFF)
 class Settings:
     """How far lancebill takes over.
 
-    `offer` takes the layers that a fast backend computes and leaves the others to vLLM, `require` raises where it
-    cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
+    `offer` takes each layer for which there is a fast backend and leaves the rest to vLLM. `require` raises if it
+    cannot take a layer. `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
     names to vLLM. `linear` "auto" keeps dense matrices in 16 bits on a CPU that computes in fp32, where lancebill takes
     experts; "offer" does so in every model, and offers quantised dense layers too. `gpu_memory` (of all layers on this
     rank) or `gpu_experts` (of each layer) limit the experts on a GPU: the others stay in host memory, for the CPU.

@@ -139,8 +139,8 @@ class Takeover:
                 yield name, tensor
             elif claim.layer not in self.decisions:
                 if self.unnumbered:
-                    yield name, tensor  # perhaps of one of these
-                continue  # else of another pipeline stage, or of a layer that this model does not have
+                    yield name, tensor  # may belong to a layer that we left to vLLM
+                continue  # else it belongs to another pipeline stage, or to a layer that this model lacks
             elif not self.decisions[claim.layer].taken:
                 yield name, tensor
             else:
