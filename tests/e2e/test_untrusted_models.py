@@ -28,6 +28,7 @@ from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.main import app  # noqa: E402
 from lancebill.errors import CustomCode, MalformedFile, SpecError  # noqa: E402
 from lancebill.integrations.transformers.loaders import load_tokenizer  # noqa: E402
+from lancebill.testing.gguf import write_gguf  # noqa: E402
 
 MODULE = "untrusted"  # of the checkpoint
 ASKED = "[y/N]"
@@ -287,6 +288,22 @@ def test_links_out_of_a_checkpoint_are_refused(case: str, models: Callable[[str]
     with pytest.raises(MalformedFile, match="the link points"):
         lancebill.from_pretrained(folder)
     assert not out.exists()
+
+
+def test_links_beside_a_gguf_file_are_the_users_own(tmp_path: Path) -> None:
+    """But for those that the tokenizer would read."""
+    pytest.importorskip("gguf")
+    private(tmp_path / "private")
+    (folder := tmp_path / "model").mkdir()
+    tokens, merges = {"tokens": ["<unk>", "a", "b", "ab"], "token_type": [2, 1, 1, 1]}, ["a b"]
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in {**tokens, "merges": merges, "model": "gpt2"}.items()}
+    write_gguf(folder / "model.gguf", {"general.architecture": "llama", **metadata}, {})
+    linked("notes.txt", "../private/key")(folder)
+    linked("elsewhere", "../private")(folder)
+    assert load_tokenizer(folder, "model.gguf")("ab").input_ids == [3]
+    linked("tokenizer_config.json", "../private/docker.json")(folder)
+    with pytest.raises(MalformedFile, match="the link points"):
+        load_tokenizer(folder, "model.gguf")
 
 
 @pytest.mark.parametrize("case", INSIDE)

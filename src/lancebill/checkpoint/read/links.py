@@ -14,15 +14,26 @@ from lancebill.errors import MalformedFile
 
 TENSOR_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _TEMPLATES = "additional_chat_templates"  # the only folder in the folder that transformers reads
+_TOKENIZERS = ("tokenizer", "config.json", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
 
 
 def check_links(folder: Path) -> None:
     """Check all files that we or transformers may read or copy, but for tensor files: they are checked when read."""
-    templates = folder / _TEMPLATES
-    check_link(templates, folder)
-    for file in (*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())):
+    for file in (*folder.iterdir(), *_templates(folder)):
         if not file.name.startswith(".") and not file.name.endswith(TENSOR_SUFFIXES):
             check_link(file, folder)
+
+
+def check_tokenizer_links(folder: Path) -> None:
+    """`check_links` of what a tokenizer reads, for the folder of a file that the user named: other links are theirs."""
+    for file in (*folder.iterdir(), *_templates(folder)):
+        if file.name.startswith(_TOKENIZERS) or file.parent != folder:
+            check_link(file, folder)
+
+
+def _templates(folder: Path) -> tuple[Path, ...]:
+    check_link(folder / _TEMPLATES, folder)
+    return tuple((folder / _TEMPLATES).iterdir()) if (folder / _TEMPLATES).is_dir() else ()
 
 
 def check_link(file: Path, folder: Path) -> None:

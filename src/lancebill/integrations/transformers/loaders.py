@@ -22,7 +22,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from lancebill.checkpoint.read.links import check_links
+from lancebill.checkpoint.read.links import check_links, check_tokenizer_links
 from lancebill.errors import CustomCode, SpecError
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # in the whole process: a model can be built in any thread
@@ -41,7 +41,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Any:
-    check_links(folder)
+    check_links(folder) if gguf_file is None else check_tokenizer_links(folder)
     with refusing(folder, "auto_map in tokenizer_config.json"):
         return AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, trust_remote_code=False)
 
