@@ -61,6 +61,19 @@ def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_
     assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
+@pytest.mark.parametrize(("architecture", "family", "more"), MODELS, ids=[family for _, family, _ in MODELS])
+def test_models_of_16_bits(architecture: str, family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """transformers keeps some modules in fp32, others in other releases: none hands fp32 on to a plain matrix."""
+    reference = reference_of(architecture, family, more)
+    write(reference, architecture, tmp_path / "model.gguf")
+    tokens = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = reference(tokens).logits
+        for dtype in (torch.bfloat16, torch.float16):
+            got = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=dtype)(tokens).logits
+            assert (got.float() - want).norm() < 0.2 * want.norm()
+
+
 @pytest.mark.parametrize("architecture", ["glm4moe", "deepseek4"])
 def test_what_a_model_keeps_in_fp32_is_not_rounded(architecture: str, tmp_path: Path) -> None:
     family, more = next((family, more) for name, family, more in MODELS if name == architecture)

@@ -66,6 +66,15 @@ def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
     for name, (layer, _) in layers.items():
         if layer.routing is not None:
             check_routing(layer, *calls[name])
+    if list(packed_experts(model)):
+        check_narrow_dtypes(folder, inputs)
+
+
+def check_narrow_dtypes(folder: Path, inputs: Any) -> None:
+    """What transformers keeps in fp32 reaches no matrix of 16 bits."""
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = lancebill.from_pretrained(folder, dtype=dtype, backend="reference")(TOKENS, **inputs).logits
+        assert logits.isfinite().all()
 
 
 def check_missing_router_tensors(folder: Path) -> None:

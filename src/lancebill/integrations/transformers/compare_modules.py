@@ -19,7 +19,8 @@ def random_rows(*shape: int, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def is_close(want: Tensor, got: Tensor) -> bool:
-    return want.shape == got.shape and bool((want - got).abs().max() <= MOST_ERROR[want.dtype] * want.abs().max())
+    alike = want.shape == got.shape and want.dtype == got.dtype
+    return alike and bool((want - got).abs().max() <= MOST_ERROR[want.dtype] * want.abs().max())
 
 
 def rotary_angles(model: Any) -> nn.Module | None:

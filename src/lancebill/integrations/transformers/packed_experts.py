@@ -45,7 +45,7 @@ class PackedExperts(nn.Module):
         if experts.routing is not None and experts.routing.zero_experts:
             is_zero = ids >= experts.problem.global_experts
             kept = experts(rows, ids.masked_fill(is_zero, -1), weights.masked_fill(is_zero, 0))
-            out = kept + rows * weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True)
+            out = kept + (rows * weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True)).to(kept.dtype)
         else:
             out = experts(rows, ids, weights)
         return out.view(hidden_states.shape)

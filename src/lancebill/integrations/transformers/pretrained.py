@@ -53,6 +53,7 @@ from lancebill.integrations.transformers.freed_memory import give_back_freed
 from lancebill.integrations.transformers.fused_modules import fuse
 from lancebill.integrations.transformers.gguf_config import config_of as gguf_config_of
 from lancebill.integrations.transformers.graphed_generation import Decoding, GraphedGeneration
+from lancebill.integrations.transformers.kept_wide import return_inputs_dtype
 from lancebill.integrations.transformers.loaders import (
     custom_code,
     load_config,
@@ -178,11 +179,7 @@ def from_pretrained(
     model = _without_experts(config, folder, state_dict=dict(other_tensors), dtype=wide, **kwargs)
     rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs), read_quantized(other_tensors.values()))
     model.lancebill_rest = replace(rest, not_quantised=_computed_as(stored, wide))
-    model = model.to(target)
-    if target.type == "cpu":
-        if stored != wide:
-            keep_narrow(model, stored)
-        fuse(model, wide)
+    model = _on_device(model, target, stored, wide)
     give_back_freed()
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
@@ -208,6 +205,17 @@ def _without_experts(config: PretrainedConfig, folder: Path, **options: Any) -> 
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_loaded` names the tensors
     model, info = load_model(packed_class(class_of(config)), config, **options)
     _check_loaded(info, folder)
+    return model
+
+
+def _on_device(model: Any, target: torch.device, stored: torch.dtype, wide: torch.dtype) -> Any:
+    """The model on its device, with modules that suit the dtypes there."""
+    return_inputs_dtype(model, wide)
+    model = model.to(target)
+    if target.type == "cpu":
+        if stored != wide:
+            keep_narrow(model, stored)
+        fuse(model, wide)
     return model
 
 
