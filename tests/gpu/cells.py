@@ -30,3 +30,11 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
+
+
+class Failed(AssertionError):
+    """A failure with notes for the record."""
+
+    def __init__(self, reason: str, notes: Notes) -> None:
+        super().__init__(reason)
+        self.notes = notes

@@ -21,6 +21,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for key in SAME:
         assert all(part[key] == parts[0][key] for part in parts), f"the parts differ in {key}"
     cells = {name: found for part in parts for name, found in part["cells"].items()}
+    notes = [found["notes"] for found in cells.values() if found.get("notes")]
     outcomes = Counter(found["outcome"] for found in cells.values())
     return {
         **{key: parts[0][key] for key in SAME},
@@ -30,7 +31,9 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "skipped": outcomes["skipped"],
         "failures": {name: found["reason"][:300] for name, found in cells.items() if found["outcome"] == "failed"},
         "skips": dict(sorted(Counter(f["reason"] for f in cells.values() if f["outcome"] == "skipped").items())),
-        "times": {name: found["notes"] for name, found in cells.items() if found.get("notes", {}).get("share")},
+        "times": {name: figure for note in notes for name, figure in note.get("times", {}).items()},
+        "rates": [note["rates"] for note in notes if "rates" in note],
+        "backends": dict(Counter(name for note in notes for name in note.get("experts on", ())).most_common()),
     }
 
 

@@ -169,7 +169,7 @@ def run_here(cell: Any, device: str, folder: Path) -> bool:
 def outcome(cell: Any, device: str, folder: Path) -> dict[str, Any]:
     """Run one cell in this process."""
     import torch
-    from cells import Place
+    from cells import Failed, Place
 
     folder.mkdir()
     torch.manual_seed(0)
@@ -183,7 +183,8 @@ def outcome(cell: Any, device: str, folder: Path) -> dict[str, Any]:
         return {"outcome": SKIPPED, "reason": str(skipped)}
     except BaseException as error:
         traceback.print_exc()
-        return {"outcome": FAILED, "reason": f"{type(error).__name__}: {error}"}
+        found = {"outcome": FAILED, "reason": f"{type(error).__name__}: {error}"}
+        return {**found, "notes": error.notes} if isinstance(error, Failed) else found
 
 
 def environment(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -208,6 +209,7 @@ def _said(*command: str) -> str:
 
 def main() -> None:
     chosen = arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"  # cells run side by side; and a fork has no threads of its parent
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that asking for GPUs does not start the driver
     set_paths(chosen.site)
     started = time.monotonic()
