@@ -9,19 +9,25 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("commit", "gpu", "versions")
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, names of failed cells, and how many were skipped for each reason."""
+def joined(parts: list[dict[str, Any]], before: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Counts, names of failed cells, and how many were skipped for each reason.
+
+    `before` are the times of the last record. A cell that failed leaves them: the next run is compared with them again.
+    """
     for key in SAME:
         assert all(part[key] == parts[0][key] for part in parts), f"the parts differ in {key}"
     cells = {name: found for part in parts for name, found in part["cells"].items()}
     notes = [found["notes"] for found in cells.values() if found.get("notes")]
+    passed = [found["notes"] for found in cells.values() if found["outcome"] == "passed" and found.get("notes")]
     outcomes = Counter(found["outcome"] for found in cells.values())
     return {
         **{key: parts[0][key] for key in SAME},
@@ -31,7 +37,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "skipped": outcomes["skipped"],
         "failures": {name: found["reason"][:300] for name, found in cells.items() if found["outcome"] == "failed"},
         "skips": dict(sorted(Counter(f["reason"] for f in cells.values() if f["outcome"] == "skipped").items())),
-        "times": {name: figure for note in notes for name, figure in note.get("times", {}).items()},
+        "times": {**before, **{name: time for note in passed for name, time in note.get("times", {}).items()}},
         "rates": [note["rates"] for note in notes if "rates" in note],
         "backends": dict(Counter(name for note in notes for name in note.get("experts on", ())).most_common()),
     }
@@ -42,10 +48,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--to", type=Path, default=ROOT / "benchmarks" / "results" / "gpu-suite")
     chosen = parser.parse_args()
-    record = joined([json.loads((chosen.folder / f"part-{part}.json").read_text()) for part in (1, 2)])
+    parts = [json.loads((chosen.folder / f"part-{part}.json").read_text()) for part in (1, 2)]
     chosen.to.mkdir(parents=True, exist_ok=True)
-    name = record["gpu"].split(",")[0].split()[-1].lower()
-    (chosen.to / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    name = parts[0]["gpu"].split(",")[0].split()[-1].lower()
+    file = chosen.to / f"{name}.json"
+    record = joined(parts, json.loads(file.read_text())["times"] if file.exists() else {})
+    file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{name}: {record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped")
     sys.exit(1 if record["failed"] else 0)
 
