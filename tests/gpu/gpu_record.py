@@ -21,13 +21,13 @@ SAME = ("commit", "gpu", "versions")
 def joined(parts: list[dict[str, Any]], before: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Counts, names of failed cells, and how many were skipped for each reason.
 
-    `before` are the times of the last record. A cell that failed leaves them: the next run is compared with them again.
+    `before` are the times of the last record. A cell that failed leaves those it has: the next run is compared with
+    them again.
     """
     for key in SAME:
         assert all(part[key] == parts[0][key] for part in parts), f"the parts differ in {key}"
     cells = {name: found for part in parts for name, found in part["cells"].items()}
     notes = [found["notes"] for found in cells.values() if found.get("notes")]
-    passed = [found["notes"] for found in cells.values() if found["outcome"] == "passed" and found.get("notes")]
     outcomes = Counter(found["outcome"] for found in cells.values())
     return {
         **{key: parts[0][key] for key in SAME},
@@ -37,10 +37,15 @@ def joined(parts: list[dict[str, Any]], before: Mapping[str, Any] = MappingProxy
         "skipped": outcomes["skipped"],
         "failures": {name: found["reason"][:300] for name, found in cells.items() if found["outcome"] == "failed"},
         "skips": dict(sorted(Counter(f["reason"] for f in cells.values() if f["outcome"] == "skipped").items())),
-        "times": {**before, **{name: time for note in passed for name, time in note.get("times", {}).items()}},
+        "times": {**_times(cells, "failed"), **before, **_times(cells, "passed")},
         "rates": [note["rates"] for note in notes if "rates" in note],
         "backends": dict(Counter(name for note in notes for name in note.get("experts on", ())).most_common()),
     }
+
+
+def _times(cells: Mapping[str, Any], outcome: str) -> dict[str, Any]:
+    chosen = [found["notes"] for found in cells.values() if found["outcome"] == outcome and found.get("notes")]
+    return {name: time for notes in chosen for name, time in notes.get("times", {}).items()}
 
 
 def main() -> None:
