@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
-STREAM = 77
+STREAM = 0  # the default one
 # Of any devices: they move tensors, write to where one is, or ask where it is.
 _ANYWHERE = {"to", "copy_", "cpu", "cuda", "type_as", "__getitem__", "__setitem__", "__set__", "is_set_to"}
 
@@ -31,6 +31,8 @@ class GpuTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
+
+    def record_stream(self, stream: object) -> None: ...  # type: ignore[override]
 
     def __repr__(self, *given: object, **options: object) -> str:
         return f"GpuTensor(cuda:{self.gpu}, {tuple(self.shape)}, {self.dtype})"
@@ -138,20 +140,32 @@ def _wrapped(result: Any, target: torch.device) -> Any:
     return made
 
 
+class FakeStream:
+    """The only stream; what is queued on it is done at once. An event, too."""
+
+    cuda_stream = STREAM
+
+    def synchronize(self) -> None: ...
+
+    def record(self, stream: FakeStream) -> None: ...
+
+    def wait_event(self, event: FakeStream) -> None: ...
+
+
 @contextmanager
 def plugged_in(monkeypatch: pytest.MonkeyPatch, count: int = 1, arch: int = 90) -> Iterator[None]:
     """So many GPUs, for torch and for us; kernels are not launched by this."""
     facts = SimpleNamespace(
         major=arch // 10, minor=arch % 10, multi_processor_count=132, total_memory=1 << 37, name="fake"
     )
-    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None, wait_stream=lambda other: None)
-    empty = torch.empty
+    stream = FakeStream()
+    empty, generator = torch.empty, torch.Generator
     for name, value in {
         "is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: 0,
         "get_device_properties": lambda device=None: facts, "get_device_capability": lambda device=None: (9, 0),
         "current_stream": lambda device=None: stream, "synchronize": lambda device=None: None,
         "device": lambda device: nullcontext(), "mem_get_info": lambda device=None: (1 << 37, 1 << 37),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: False, "Event": FakeStream,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {
@@ -159,6 +173,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch, count: int = 1, arch: int = 90) 
         "_cuda_isCurrentStreamCapturing": lambda: False,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
     # Threads that read ahead are in no mode of torch's.
     monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **options: empty(*given, **options))
     with FakeGpus():

@@ -273,6 +273,44 @@ def test_gpus_are_named() -> None:
     assert asks == set(ASKS_FOR_THE_CURRENT_GPU)
 
 
+# Where addresses of tensors leave torch: two modules that look at the device. Elsewhere they are compared, or the
+# devices of the call were compared a few lines earlier, at less cost.
+ADDRESSES = {
+    "jit/address.py": "for kernels of a GPU",
+    "native/address.py": "for the C++ libraries",
+    "backends/base.py": "compared in every call: whether weights are where they were",
+    "backends/cpu/decode_program.py": "likewise",
+    "moe/router_tensors.py": "likewise",
+    "split/host_calls.py": "likewise, and keys of what is kept",
+    "split/moves.py": "compared",
+    "split/large_batches.py": "compared",
+    "backends/gpu/workspace.py": "compared",
+    "backends/gpu/executor.py": "keys of what is kept",
+    "backends/gpu/call.py": "alignment",
+    "backends/gpu/pack_on_gpu.py": "alignment",
+    "backends/cpu/unpack_on_gpu.py": "alignment",
+    "backends/gpu/program.py": "fast calls: the signature has the device",
+    "backends/gpu/linear_call.py": "likewise",
+    "backends/gpu/route_program.py": "likewise",
+    "backends/cpu/executor.py": "likewise",
+    "serving/ragged.py": "keys and values that it allocates",
+    "checkpoint/load/staging.py": "places in a buffer of its own",
+    "checkpoint/load/projections.py": "compared",
+    "checkpoint/read/file_bytes.py": "bytes of a tensor of the CPU, which it asserts",
+    "integrations/transformers/experts_interface.py": "keys of what is kept",
+    "integrations/transformers/graphed_generation.py": "compared",
+    "layer/compiled_op.py": "keys by which graphs find layers",
+    "testing/recorders.py": "compared",
+    "bench/peers_ggml.py": "other engines' calls",
+    "bench/peers_kt.py": "likewise",
+}
+
+
+def test_addresses_of_tensors_are_taken_where_the_device_is_seen() -> None:
+    taken = {_file(place) for place, node in _nodes(ast.Attribute) if node.attr == "data_ptr"}
+    assert taken == set(ADDRESSES)
+
+
 def test_nothing_from_a_file_is_executed() -> None:
     assert not [place for place, node in _nodes(ast.Call) if ast.unparse(node.func) in NEVER_CALLED]
     imported = [(place, a.name) for place, node in _nodes(ast.Import) for a in node.names]

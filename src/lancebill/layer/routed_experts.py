@@ -41,7 +41,7 @@ from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
 from lancebill.layer.rules import WeightRules
 from lancebill.moe.activation import Activation
-from lancebill.moe.dispatch import Dispatch, Indexed, localize
+from lancebill.moe.dispatch import Dispatch, Indexed, localize, tensors_of
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed
 from lancebill.split.executor import SplitExecutor
@@ -228,7 +228,7 @@ class RoutedExperts(MovableExperts):
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Run rows that the caller has already dispatched, with local ids."""
         self._refuse_split()
-        self._check_place(x=x, out=out)
+        self._check_place(x=x, out=out, **tensors_of(dispatch))
         return self.executor.run(x, dispatch, out)
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:

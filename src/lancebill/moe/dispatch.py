@@ -50,6 +50,13 @@ class Batched:
 Dispatch = Indexed | Contiguous | Batched
 
 
+def tensors_of(dispatch: Dispatch) -> dict[str, Tensor | None]:
+    """By name."""
+    if isinstance(dispatch, Indexed):
+        return {"ids": dispatch.ids, "weights": dispatch.weights, "expert_map": dispatch.expert_map}
+    return {"offsets": dispatch.offsets} if isinstance(dispatch, Contiguous) else {"counts": dispatch.counts}
+
+
 @dataclass(frozen=True)
 class SlotGroups:
     """Slots grouped by expert: sorted row s is slot `slots[s]` = token * k + j of the input."""

@@ -1,0 +1,227 @@
+"""Every way to a layer on a GPU, from weights of the CPU: all that kernels are given is on that GPU.
+
+On fake GPUs. Kernels that pack are not there, so torch packs, after they were asked for; those of calls are launched
+on a fake driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import FakeDriver, fake_load_kernel
+from fake_gpus import plugged_in
+from layer_checkpoints import SIZE, make_checkpoint, make_inputs
+from torch import Tensor
+
+from lancebill import ExpertTensors, ModelExperts, QuantizedLinear, RoutedExperts
+from lancebill.backends import call_signature
+from lancebill.backends.gpu import bindings, executor, linear_call, pack_on_gpu, route_program, workspace
+from lancebill.backends.gpu.bindings import Bindings
+from lancebill.backends.gpu.workspace import Workspaces
+from lancebill.errors import CompileError, LaunchError
+from lancebill.jit import driver, load
+from lancebill.jit.compile import Binary, KernelSource
+from lancebill.layer.packed_module import PackedModule
+from lancebill.moe.dispatch import Indexed
+from lancebill.numbers.codec import quantize
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight
+from lancebill.testing.checkpoints import Generated, save
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+FORMATS = ("gptq", "awq", "mxfp4", "fp8", "compressed-tensors")
+
+
+class Given:
+    """The devices of all tensors that kernels were given, by kernel."""
+
+    def __init__(self) -> None:
+        self.packing, self.bound = list[str](), list[str]()
+
+    def all_on(self, device: torch.device) -> bool:
+        return set(self.packing) | set(self.bound) == {str(device)}
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[Given]:
+    given, fake, launch, bind = Given(), FakeDriver(), pack_on_gpu.launch, Bindings.bind
+
+    def kernel(source: KernelSource, device: int) -> tuple[int, Binary]:
+        if "pack" in source.kernel:
+            raise CompileError("there is no compiler")
+        return fake_load_kernel(source, device)
+
+    def launch_packing(make: Any, key: Any, values: pack_on_gpu.Values, *rest: Any) -> bool:
+        given.packing += [str(value.device) for value in values.values() if isinstance(value, Tensor)]
+        return launch(make, key, values, *rest)
+
+    def bind_program(plan: Any, steps: Any, weights: Any, *rest: Any) -> Bindings:
+        given.bound += [str(tensor.device) for packed in weights.values() for tensor in packed.values()]
+        return bind(plan, steps, weights, *rest)
+
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    for module in (bindings, executor, workspace):
+        monkeypatch.setattr(module, "outside_pools", lambda device, stream, make: make())
+    for module in (bindings, route_program):
+        monkeypatch.setattr(module, "use_context", lambda device: None)
+    monkeypatch.setattr(load, "load_kernel", kernel)
+    monkeypatch.setattr(load, "_encode", lambda matrix, facts: bytes(driver.MAP_BYTES))
+    monkeypatch.setattr(pack_on_gpu, "launch", launch_packing)
+    monkeypatch.setattr(pack_on_gpu, "in_context", lambda device: nullcontext())
+    monkeypatch.setattr(Bindings, "bind", bind_program)
+    monkeypatch.setattr(call_signature, "guards", None)  # they ask C++ for the device
+    monkeypatch.setattr(linear_call, "fast_empty", None)  # it allocates on a GPU only
+    monkeypatch.setattr(executor, "WORKSPACES", Workspaces())
+    with plugged_in(monkeypatch, count=2):
+        yield given
+
+
+def from_checkpoint(made: Generated, folder: Path) -> RoutedExperts:
+    return RoutedExperts.from_checkpoint(save(made, folder), 0, device="cuda", backend="hopper")
+
+
+def from_model(made: Generated, folder: Path) -> RoutedExperts:
+    model = ModelExperts(made.config, tensors=made.headers, device="cuda:0", backend="hopper")
+    assert not [*model.divert(made.tensors.items())]
+    return model.finish()[0]
+
+
+def pushed(made: Generated, folder: Path, device: Callable[[int], torch.device] = lambda number: CPU) -> RoutedExperts:
+    door = RoutedExperts.from_config(made.config, 0, tensors=made.headers, device="cuda", backend="hopper")
+    door.load_weights((name, t.to(device(i))) for i, (name, t) in enumerate(made.tensors.items()))
+    return door.finish()
+
+
+def pushed_from_gpu(made: Generated, folder: Path) -> RoutedExperts:
+    return pushed(made, folder, lambda number: GPU)
+
+
+def pushed_from_both(made: Generated, folder: Path) -> RoutedExperts:
+    return pushed(made, folder, lambda number: (GPU, CPU)[number % 2])
+
+
+def pushed_from_two_gpus(made: Generated, folder: Path) -> RoutedExperts:
+    return pushed(made, folder, lambda number: torch.device("cuda", number % 2))
+
+
+def refitted(made: Generated, folder: Path) -> RoutedExperts:
+    layer = RoutedExperts.random(made.config, 0, tensors=made.headers, device="cuda", backend="hopper")
+    layer.load_weights((name, tensor) for name, tensor in made.tensors.items())
+    return layer.finish()
+
+
+DOORS = (from_checkpoint, from_model, pushed, pushed_from_gpu, pushed_from_both, pushed_from_two_gpus, refitted)
+
+
+def canonical(layer: PackedModule) -> list[LogicalWeight]:
+    unpacked = [layer.layout.unpack(shape, layer.packed[name]) for name, shape in layer.problem.matrices.items()]
+    return [weight.to(CPU) for weight in unpacked]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_door_to_a_layer(given: Given, fmt: str, door: Callable[..., RoutedExperts], tmp_path: Path) -> None:
+    made = make_checkpoint(fmt, layers=1)
+    layer = door(made, tmp_path)
+    assert given.packing and given.all_on(GPU)
+    want = RoutedExperts.from_checkpoint(save(made, tmp_path / "again"), 0, backend="reference")
+    assert all(got.equals(weight) for got, weight in zip(canonical(layer), canonical(want)))
+    x, ids, weights = (tensor.to(GPU) for tensor in make_inputs())
+    for _ in range(2):
+        assert layer(x, topk_ids=ids, topk_weights=weights).device == GPU
+    assert given.bound and given.all_on(GPU)
+
+
+@pytest.mark.parametrize("behind", ["nothing", "codes", "scales", "all"])
+def test_tensors_of_an_engine(given: Given, behind: str) -> None:
+    """By default the layer is where w13's codes are."""
+    spec = parse_spec("mxfp4")
+    made = [quantize(torch.randn(rows, columns), spec) for rows, columns in ((128, 64), (64, 64))]
+
+    def held(weight: LogicalWeight) -> ExpertTensors:
+        codes, scales = (torch.stack([tensor, tensor]) for tensor in (weight.codes, weight.scales[0]))
+        return ExpertTensors(
+            codes if behind in ("codes", "all") else codes.to(GPU),
+            (scales if behind in ("scales", "all") else scales.to(GPU),),
+        )
+
+    layer = RoutedExperts.from_tensors(*map(held, made), spec, top_k=1, device="cuda", backend="hopper")
+    assert given.all_on(GPU)
+    for got, want in zip(canonical(layer), made):
+        assert torch.equal(got.codes, torch.stack([want.codes] * 2)) and got.device == CPU
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4-g64:fp16", "fp8-block"])
+@pytest.mark.parametrize("bias", [None, "cpu", "cuda"])
+def test_every_door_to_a_linear(given: Given, name: str, bias: str | None) -> None:
+    """The crash of the issue: a matrix of the CPU for a linear layer of the GPU."""
+    spec = parse_spec(name)
+    first, second = (quantize(torch.randn(256, 128), spec) for _ in range(2))
+    if bias is not None:
+        first, second = (replace(weight, bias=torch.randn(256, device=bias)) for weight in (first, second))
+    linear = QuantizedLinear.from_weight(first, device="cuda", backend="hopper")
+    assert given.packing and given.all_on(GPU) and linear.stored.to(CPU).equals(first.to(CPU))
+    linear.refit(second)
+    assert given.all_on(GPU) and linear.stored.to(CPU).equals(second.to(CPU))
+    linear.refit(first.to(GPU))
+    for _ in range(2):
+        assert linear(torch.zeros(3, 128, dtype=torch.bfloat16, device="cuda")).shape == (3, 256)
+    assert given.bound and given.all_on(GPU)
+    with pytest.raises(LaunchError, match="x is on another device than the layer; expected cuda:0; got cpu"):
+        linear(torch.zeros(3, 128, dtype=torch.bfloat16))
+
+
+def test_a_linear_of_a_checkpoint(given: Given, tmp_path: Path) -> None:
+    folder = save(make_checkpoint("gptq", layers=1), tmp_path)
+    name = "model.layers.0.mlp.experts.1.down_proj"
+    linear = QuantizedLinear.from_checkpoint(folder, name, device="cuda", backend="hopper")
+    assert given.packing and given.all_on(GPU)
+    assert linear.stored.to(CPU).equals(QuantizedLinear.from_checkpoint(folder, name, backend="reference").stored)
+
+
+def routed_layer(device: str | torch.device, backend: str) -> RoutedExperts:
+    config = {
+        "model_type": "qwen3_moe", "num_experts": SIZE.experts, "num_experts_per_tok": SIZE.top_k, "hidden_size": 128,
+        "moe_intermediate_size": 128, "num_hidden_layers": 1, "norm_topk_prob": True,
+    }  # fmt: skip
+    return RoutedExperts.random(config, 0, device=device, backend=backend, weights="mxfp4")
+
+
+Call = Callable[[RoutedExperts, Tensor, Tensor, Tensor, Tensor], object]
+CALLS: dict[str, Call] = {
+    "forward": lambda layer, x, ids, weights, out: layer(x, topk_ids=ids, topk_weights=weights, out=out),
+    "compute": lambda layer, x, ids, weights, out: layer.compute(x, ids, weights, out),
+    "run_local": lambda layer, x, ids, weights, out: layer.run_local(x, Indexed(ids.int(), weights), out),
+    "forward_routed": lambda layer, x, ids, weights, out: layer.forward_routed(x, logits_for(x)),
+    "route": lambda layer, x, ids, weights, out: layer.route(x, logits_for(x)),
+}
+
+
+def logits_for(x: Tensor) -> Tensor:
+    return torch.zeros(len(x), SIZE.experts, device=x.device)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("home", "backend"), [("cuda:0", "hopper"), ("cpu", "reference"), ("cpu", "auto")])
+def test_inputs_of_another_device_are_refused(given: Given, call: str, home: str, backend: str) -> None:
+    """First and after calls that were right; nothing is kept of them."""
+    layer = routed_layer(home, backend)
+    inputs = [*make_inputs(), torch.empty(9, SIZE.hidden, dtype=torch.bfloat16)]
+    for _ in range(3):
+        for other in {"cpu", "cuda:0", "cuda:1"} - {home}:
+            with pytest.raises(LaunchError, match=f"; expected .*{home}.*; got .*{other}"):
+                CALLS[call](layer, *(tensor.to(other) for tensor in inputs))
+            if call in ("forward", "compute", "run_local"):
+                for number in range(4):  # one of them
+                    mixed = [tensor.to(other if i == number else home) for i, tensor in enumerate(inputs)]
+                    with pytest.raises(LaunchError, match=f"; expected .*{home}.*; got .*{other}"):
+                        CALLS[call](layer, *mixed)
+        assert {key[0] for key in executor.WORKSPACES.eager} <= {0}
+        assert all(held.memory.device == GPU for held in executor.WORKSPACES.eager.values())
+        CALLS[call](layer, *(tensor.to(home) for tensor in inputs))
