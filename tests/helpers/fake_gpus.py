@@ -89,9 +89,9 @@ def _real(value: object) -> object:
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    if func is torch.device:
-        return func(*args, **kwargs)
     name = func.__name__
+    if name in ("device", "_parse_to"):  # they only name a device
+        return func(*args, **kwargs)
     if name == "__get__":
         name = f"get {func.__self__.__name__}"  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunction():
@@ -100,6 +100,8 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         own = _place(tensors[0]) if tensors else CPU
         if name in _ASKED and tensors:
             return _ASKED[name](own)
+        if name == "_has_compatible_shallow_copy_type":  # a parameter's class says where it is: modules make a new one
+            return len(places) == 1
         if len(places) > 1 and name not in _ANYWHERE:
             raise RuntimeError(f"Expected all tensors to be on the same device, got {places} ({name})")
         if name == "numpy" and own.type == "cuda":
@@ -140,6 +142,13 @@ def _wrapped(result: Any, target: torch.device) -> Any:
     return made
 
 
+class FakeGenerator(torch.Generator):
+    """A generator of any device, on the CPU."""
+
+    def __new__(cls, device: object = CPU) -> FakeGenerator:
+        return super().__new__(cls)
+
+
 class FakeStream:
     """The only stream; what is queued on it is done at once. An event, too."""
 
@@ -159,7 +168,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch, count: int = 1, arch: int = 90) 
         major=arch // 10, minor=arch % 10, multi_processor_count=132, total_memory=1 << 37, name="fake"
     )
     stream = FakeStream()
-    empty, generator = torch.empty, torch.Generator
+    empty = torch.empty
     for name, value in {
         "is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: 0,
         "get_device_properties": lambda device=None: facts, "get_device_capability": lambda device=None: (9, 0),
@@ -173,7 +182,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch, count: int = 1, arch: int = 90) 
         "_cuda_isCurrentStreamCapturing": lambda: False,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch._C, name, value, raising=False)
-    monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
+    monkeypatch.setattr(torch, "Generator", FakeGenerator)
     # Threads that read ahead are in no mode of torch's.
     monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **options: empty(*given, **options))
     with FakeGpus():

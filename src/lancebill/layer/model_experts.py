@@ -56,7 +56,7 @@ class ModelExperts:
         `gpu_memory` is for the experts of all layers together.
         """
         self.config = config if isinstance(config, Config) else config_of_model(config)
-        self.options = replace(options or LoadOptions(), **changes)
+        self.options = replace(options or LoadOptions(), **changes).settled()
         self.naming = self.options.family(self.config.model)
         self.tensors = tensors
         if tensors is None and self.options.gpu_memory is not None:

@@ -27,6 +27,7 @@ from lancebill.layer.report import LoadReport
 from lancebill.layer.routing_and_activation import agreed_activation, agreed_routing, agreed_top_k
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.activation import Activation
+from lancebill.moe.device import parse_device
 from lancebill.moe.layout import W2, W13, Layout, Packed
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, Problem
@@ -87,6 +88,10 @@ class LoadOptions:
     def family(self, model: Mapping[str, Any]) -> Naming:
         """The names of the experts in a checkpoint with this config.json."""
         return self.naming or find_family(model, mixture=self.mixture)
+
+    def settled(self) -> LoadOptions:
+        """The same for layers that are loaded later, perhaps by another thread: on what is torch's current GPU now."""
+        return replace(self, device=parse_device(self.device).torch) if str(self.device) == "cuda" else self
 
     def whole(self) -> LoadOptions:
         """The same without a split."""

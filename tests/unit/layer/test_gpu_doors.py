@@ -1,32 +1,20 @@
-"""Every way to a layer on a GPU, from weights of the CPU: all that kernels are given is on that GPU.
-
-On fake GPUs. Kernels that pack are not there, so torch packs, after they were asked for; those of calls are launched
-on a fake driver.
-"""
+"""Every way to a layer on a GPU, from weights of the CPU: all that kernels are given is on that GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver, fake_load_kernel
-from fake_gpus import plugged_in
+from fake_launches import Given, given_to_kernels  # noqa: F401
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 
 from lancebill import ExpertTensors, ModelExperts, QuantizedLinear, RoutedExperts
-from lancebill.backends import call_signature
-from lancebill.backends.gpu import bindings, executor, linear_call, pack_on_gpu, route_program, workspace
-from lancebill.backends.gpu.bindings import Bindings
-from lancebill.backends.gpu.workspace import Workspaces
-from lancebill.errors import CompileError, LaunchError
-from lancebill.jit import driver, load
-from lancebill.jit.compile import Binary, KernelSource
+from lancebill.backends.gpu import executor
+from lancebill.errors import LaunchError
 from lancebill.layer.packed_module import PackedModule
 from lancebill.moe.dispatch import Indexed
 from lancebill.numbers.codec import quantize
@@ -36,50 +24,6 @@ from lancebill.testing.checkpoints import Generated, save
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 FORMATS = ("gptq", "awq", "mxfp4", "fp8", "compressed-tensors")
-
-
-class Given:
-    """The devices of all tensors that kernels were given, by kernel."""
-
-    def __init__(self) -> None:
-        self.packing, self.bound = list[str](), list[str]()
-
-    def all_on(self, device: torch.device) -> bool:
-        return set(self.packing) | set(self.bound) == {str(device)}
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[Given]:
-    given, fake, launch, bind = Given(), FakeDriver(), pack_on_gpu.launch, Bindings.bind
-
-    def kernel(source: KernelSource, device: int) -> tuple[int, Binary]:
-        if "pack" in source.kernel:
-            raise CompileError("there is no compiler")
-        return fake_load_kernel(source, device)
-
-    def launch_packing(make: Any, key: Any, values: pack_on_gpu.Values, *rest: Any) -> bool:
-        given.packing += [str(value.device) for value in values.values() if isinstance(value, Tensor)]
-        return launch(make, key, values, *rest)
-
-    def bind_program(plan: Any, steps: Any, weights: Any, *rest: Any) -> Bindings:
-        given.bound += [str(tensor.device) for packed in weights.values() for tensor in packed.values()]
-        return bind(plan, steps, weights, *rest)
-
-    monkeypatch.setattr(driver, "library", lambda: fake)
-    for module in (bindings, executor, workspace):
-        monkeypatch.setattr(module, "outside_pools", lambda device, stream, make: make())
-    for module in (bindings, route_program):
-        monkeypatch.setattr(module, "use_context", lambda device: None)
-    monkeypatch.setattr(load, "load_kernel", kernel)
-    monkeypatch.setattr(load, "_encode", lambda matrix, facts: bytes(driver.MAP_BYTES))
-    monkeypatch.setattr(pack_on_gpu, "launch", launch_packing)
-    monkeypatch.setattr(pack_on_gpu, "in_context", lambda device: nullcontext())
-    monkeypatch.setattr(Bindings, "bind", bind_program)
-    monkeypatch.setattr(call_signature, "guards", None)  # they ask C++ for the device
-    monkeypatch.setattr(linear_call, "fast_empty", None)  # it allocates on a GPU only
-    monkeypatch.setattr(executor, "WORKSPACES", Workspaces())
-    with plugged_in(monkeypatch, count=2):
-        yield given
 
 
 def from_checkpoint(made: Generated, folder: Path) -> RoutedExperts:
@@ -225,3 +169,14 @@ def test_inputs_of_another_device_are_refused(given: Given, call: str, home: str
         assert {key[0] for key in executor.WORKSPACES.eager} <= {0}
         assert all(held.memory.device == GPU for held in executor.WORKSPACES.eager.values())
         CALLS[call](layer, *(tensor.to(home) for tensor in inputs))
+
+
+def test_layers_that_are_loaded_later_are_on_the_gpu_of_now(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` is torch's current GPU when the loader was made, not that of the thread that loads a layer."""
+    made = make_checkpoint("mxfp4", layers=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        model = ModelExperts(made.config, tensors=made.headers, device="cuda", backend="hopper")
+    assert not [*model.divert(made.tensors.items())]
+    assert {str(tensor.device) for layer in model.finish().values() for tensor in layer.parameters()} == {"cuda:1"}
+    assert given.packing and given.all_on(torch.device("cuda", 1))

@@ -171,7 +171,7 @@ def from_pretrained(
         # Rounds the inputs of quantised matrices as the model would; the other operators compute in fp32.
         activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[stored])), torch.float32
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
-    options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
+    options = LoadOptions(target, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
         options = replace(options, gpu_memory=gpu_memory, gpu_experts=gpu_experts, moves=moves, cpu_threads=cpu_threads)
     experts = _experts(config, checkpoint, options)
