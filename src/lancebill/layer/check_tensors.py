@@ -1,4 +1,4 @@
-"""What a call may be given: dense tensors, and outputs whose elements are apart."""
+"""Checks on the tensors of a call: inputs are dense, and elements of outputs do not overlap."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_output(out: Tensor, x: Tensor) -> None:
 
 
 def check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, top_k: int) -> None:
-    """Raise unless ids and weights are those of the rows of `x`."""
+    """Raise unless ids and weights have one row for each row of `x`."""
     shape, device = (x.shape[0], top_k), x.device
     for name, tensor, dtypes in (("topk_ids", topk_ids, IDS), ("topk_weights", topk_weights, FLOATS)):
         if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:

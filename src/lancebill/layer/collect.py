@@ -70,7 +70,7 @@ def raise_missing(missing: Sequence[MissingTensor], layer: int) -> None:
 
 
 def raise_together(errors: Sequence[LancebillError], layer: int) -> None:
-    """Raise the error, or one that names all of them; nothing if there is none."""
+    """Raise the error, or one error that names all of them, if there is any."""
     if len(errors) > 1:
         raise CheckpointProblems(errors, where=f"layer {layer}")  # type: ignore[arg-type]
     if errors:
@@ -78,7 +78,7 @@ def raise_together(errors: Sequence[LancebillError], layer: int) -> None:
 
 
 def forget_refused(*parts: ExpertCollector) -> None:
-    """What one part of a split layer refused comes again, so the other must not have it already."""
+    """Experts that one part of a split layer refused are pushed again, so the other part must forget them."""
     refused = {expert for part in parts for expert in part.refused}
     for part in parts if refused else ():
         part.forget(refused)
@@ -94,9 +94,9 @@ class _Use:
 
 
 class ExpertCollector:
-    """Collects pushed tensors and packs experts into their rows; `incomplete` are those that have not wholly come.
+    """Collects pushed tensors and packs complete experts into their rows; `incomplete` lists the missing ones.
 
-    From the first push to `finish` each of their tensors may come once.
+    Each tensor may be pushed once between the first push and `finish`.
     """
 
     def __init__(self, recipe: Recipe, incomplete: Iterable[int] = (), arrivals: Arrivals | None = None) -> None:
@@ -106,7 +106,7 @@ class ExpertCollector:
         self.pending: dict[str, Tensor] = {}
         self._held = 0  # bytes of the pending tensors
         self.refused: Collection[int] = ()  # experts that could not be packed with the last tensor
-        self._complete: dict[int, None] = {}  # experts that are not packed yet, in the order in which they came
+        self._complete: dict[int, None] = {}  # complete experts that are not packed yet, in order of arrival
         self._torn: set[int] = set()  # experts whose rows may be half written: packing them failed
         self._taken: set[str] = set()  # everything since the last `finish`
         self._headers: dict[str, Stored] = {}  # of experts that are not planned yet
@@ -126,7 +126,7 @@ class ExpertCollector:
         self._check(claim, name, header)
         experts = self.recipe.plan.experts
         if not experts or (claim.expert is not None and claim.expert not in experts):
-            return  # another rank's, or of the other part of a split layer, which may ask for it again
+            return  # belongs to another rank, or to the other part of a split layer
         self._taken.add(name)
         if name not in self.recipe.manifest.tensors:
             self._headers[name] = header
@@ -159,7 +159,7 @@ class ExpertCollector:
     def drop(self) -> None:
         """Forget what was pushed since the last `finish` and is not packed. All of it may be pushed again.
 
-        Each expert is wholly old or wholly new then, but for those that could not be packed: they stay incomplete.
+        Afterwards each expert has either its old or its new weights. Experts that could not be packed stay incomplete.
         """
         for collected in (self.pending, self._complete, self._taken, self._headers):
             collected.clear()
@@ -281,7 +281,7 @@ class ExpertCollector:
         return {bad: error for each in experts for bad, error in self._errors((each,), packed, layout).items()}
 
     def _plan(self, experts: Collection[int]) -> None:
-        """Add experts whose headers were not known when the plan was made, checked against one that is planned."""
+        """Add experts with headers that arrived after planning, and check them against a planned expert."""
         if not experts:
             return
         recipe, layer = self.recipe, self.recipe.plan.layer

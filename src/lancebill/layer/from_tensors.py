@@ -170,7 +170,7 @@ def _halves(role: str, tensor: Tensor, rows: str) -> tuple[Tensor, Tensor]:
 
 
 def _with_map(recipe: Recipe, expert_map: Sequence[int] | Tensor) -> Recipe:
-    """The tensors are those of a rank: `expert_map` has the slot of every global expert, or -1."""
+    """The recipe for one rank's tensors; `expert_map` has the slot of every global expert, or -1."""
     if recipe.host is not None:
         raise SpecError("a layer with an expert map cannot be split", hint="give placement=, or no gpu_experts")
     slots = [int(slot) for slot in expert_map]

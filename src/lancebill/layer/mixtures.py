@@ -10,7 +10,7 @@ from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions
 from lancebill.split.split import parse_bytes
 
-Mixtures = dict[str | None, ModelExperts]  # by name; None is that of a layer that has one
+Mixtures = dict[str | None, ModelExperts]  # by name; None if layers have one mixture only
 
 
 def mixtures_of(checkpoint: Checkpoint, options: LoadOptions) -> Mixtures:

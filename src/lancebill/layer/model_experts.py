@@ -51,8 +51,8 @@ class ModelExperts:
     ) -> None:
         """`config` is the model's config.json; `tensors` are names and headers of the checkpoint, if known.
 
-        `layers` are those that this rank computes: tensors of other layers are claimed and dropped. By default they
-        are all that the headers, or the pushed names, show. Other arguments are the fields of `LoadOptions`;
+        `layers`: layers of this rank. Tensors of other layers are claimed and dropped. By default all layers in the
+        headers or in the pushed names. Other arguments are the fields of `LoadOptions`;
         `gpu_memory` is for the experts of all layers together.
         """
         self.config = config if isinstance(config, Config) else config_of_model(config)
@@ -177,7 +177,7 @@ class ModelExperts:
 
     @property
     def settled(self) -> bool:
-        """Whether every layer is complete and none is being refitted."""
+        """Whether every layer is complete and no refit is in progress."""
         made = all(layer.settled for layer in self._made.values()) and not any(self._absent())
         return made and all(index in self._made or self._is_packed(index) for index in self.layers)
 
@@ -219,7 +219,7 @@ class ModelExperts:
         self._gates |= set() if gate is None else {gate}
 
     def _absent(self) -> Iterator[CheckpointError]:
-        """Layers of which nothing came, where nobody said which layers there are."""
+        """Layers without any pushed tensor, if `layers=` was not given."""
         if not self._infers:
             return
         if not self.layers:

@@ -43,8 +43,8 @@ class _NoGradient(torch.autograd.Function):
         raise _error()
 
 
-# torch.compile traces the backward pass with every forward pass, also if nobody asks for gradients. So there it is an
-# operator that can be traced, and only running it raises.
+# torch.compile always traces the backward pass together with the forward pass. So the backward is an operator that can
+# be traced, and raises only when it runs.
 def _copied(out: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     return out.clone()
 

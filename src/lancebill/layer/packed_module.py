@@ -105,7 +105,7 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         """Move. First select a backend for the new device, and repack into its memory if the layout differs."""
         to = fn(self.tag).device
-        if to.type != "meta":  # where nothing is computed
+        if to.type != "meta":  # meta tensors are never computed
             self._choose_for(to)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -138,7 +138,7 @@ class QuantizedLinear(PackedModule):
             self.executor.prepare_linear_call(x.detach())
         return without_gradient(out.view(*x.shape[:-1], self.problem.w13.n), x)
 
-    # What code that was written for `nn.Linear` may ask for.
+    # Attributes of `nn.Linear`, for code written for it.
 
     @property
     def in_features(self) -> int:

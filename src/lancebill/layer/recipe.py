@@ -53,9 +53,9 @@ class LoadOptions:
 
     `top_k` and `activation` are what the engine computes with; they must be the checkpoint's.
     `progress` is called with the number of bytes packed since its last call.
-    `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") say how much of the layer may be on `device`: the
-    other experts are in host memory, computed by the CPU. `moves` "recency" keeps those on the device that were used
-    last; host memory then holds all experts. `cpu_threads` is the number of threads that compute experts in host
+    `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") limit the experts on `device`. The CPU computes the
+    rest from host memory. `moves` "recency" keeps the most recently used experts on the device; host memory then holds
+    all experts. `cpu_threads` is the number of threads that compute experts in host
     memory beside a GPU: one pool for the process, so the last layer that is loaded with a number decides for all.
     `mixture` is one of several that the layers have ("text" or "vision" of ERNIE-4.5-VL); by default the first.
     `router` False says that the engine routes: the layers cannot, and do not wait for the router's tensors.
@@ -125,9 +125,9 @@ class Recipe:
     choice: oracle.Choice
     options: LoadOptions
     declared: dict[str, ActivationSpec]  # activations that the checkpoint declares, by matrix
-    partial: bool = False  # made from the tensors of a few experts: the headers of the others are not known yet
-    slots: tuple[int, ...] | None = None  # of the rank's slots, those that this recipe fills; None: all
-    host: Recipe | None = None  # of the experts in host memory, where the layer is split
+    partial: bool = False  # made from a few experts; more headers follow
+    slots: tuple[int, ...] | None = None  # the rank's slots that this recipe fills; None: all
+    host: Recipe | None = None  # for experts in host memory, if the layer is split
 
     @classmethod
     def make(cls, manifest: Manifest, index: int, options: LoadOptions, *, partial: bool = False) -> Recipe:

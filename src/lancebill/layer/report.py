@@ -19,7 +19,7 @@ class LoadReport:
     stored: dict[str, str]  # specs in the files, by matrix
     kept: dict[str, str]  # specs in memory
     activations: dict[str, str]
-    declared_activations: dict[str, str]  # as the checkpoint declares them; "none" beside quantised ones
+    declared_activations: dict[str, str]  # as declared, by matrix; "none" if only the other one has them
     experts: int
     bytes: int
     seconds: float
@@ -33,7 +33,7 @@ class LoadReport:
 
     @property
     def counted(self) -> str:
-        """How many experts, and of which mixture."""
+        """The number of experts, with the name of their mixture."""
         return str(self.experts) if self.mixture is None else f"{self.experts} {self.mixture}"
 
     @property

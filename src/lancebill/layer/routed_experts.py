@@ -177,7 +177,7 @@ class RoutedExperts(MovableExperts):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
 
-        Ids are global; those of other ranks, and -1, contribute nothing.
+        Ids are global. Ids of other ranks and -1 are skipped.
         """
         if torch.compiler.is_compiling():
             made: Tensor = compiled_op.routed_experts(x, topk_ids, topk_weights, self.tag)

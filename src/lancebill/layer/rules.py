@@ -1,10 +1,10 @@
 """What `weights=` and `activations=` accept, resolved for one layer.
 
-One spec for everything; `{"w13": ..., "w2": ...}`; or ordered (layer pattern, spec) pairs of which the first match
-applies. A pattern is a layer number, a range `3-17`, or `*`.
+One spec for everything; `{"w13": ..., "w2": ...}`; or ordered (layer pattern, spec) pairs, of them the first match.
+A pattern is a layer number, a range `3-17`, or `*`.
 
-For whole models also `{"experts": ..., "rest": ...}`: `experts` is one of the above, `rest` one spec for all other
-matrices or a mapping of module patterns (`*.self_attn.*`) to specs, of which the first match applies.
+For whole models also `{"experts": ..., "rest": ...}`. `experts` is one of the above. `rest` is one spec for all other
+matrices, or an ordered mapping of module patterns (`*.self_attn.*`) to specs; the first match applies.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _by_matrix(rules: object, layer: int) -> dict[str, object]:
 
 
 def has_rule(rules: object, layer: int) -> bool:
-    """Whether a rule applies to this layer, also one that says None: "as stored"."""
+    """Whether a rule matches this layer. A rule may be None, for "as stored"."""
     return _is_single(rules) or _first_match(rules, layer) is not None
 
 

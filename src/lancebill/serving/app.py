@@ -241,14 +241,14 @@ class App:
             generation.close()
 
     async def _wanted(self, values: Mapping[str, Any]) -> Wanted:
-        """Tokenised in another thread, while other requests go on; long texts in a thread of their own, one after the
-        other, so that they never take all threads from short ones. One whose client has gone leaves that queue."""
+        """Validate and tokenise in another thread, so that other requests continue. Long texts share one thread and
+        never block short ones; a long text leaves this queue if its client disconnects."""
         lane = self._long_texts if _characters(values) > LONG_TEXT else None
         return await asyncio.get_running_loop().run_in_executor(lane, wanted, self.served, values)
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a request."""
+    """The total length of all texts in a request."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -257,7 +257,7 @@ def _characters(value: Any) -> int:
 
 
 async def _let_others_begin() -> None:
-    """Requests whose bytes have come meanwhile, so that the engine knows of them before it begins a step."""
+    """Let requests that have arrived register with the engine before it starts a step."""
     for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
 

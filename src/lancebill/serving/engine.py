@@ -1,14 +1,14 @@
 """Continuous batching: one thread that runs the model; answers join and leave between two steps.
 
-Every step continues all running answers: those with a prompt left take a share of the tokens that a step reads, the
-others one token each. Prompts share evenly, so that a short one does not wait for a long one. How many tokens a step
-reads follows from how long steps take: answers under way, and those that come next, wait for it. The first step after a
-pause waits a moment for requests that come together: one that just misses a step waits for all of it.
+Every step continues all running answers. An answer with unread prompt tokens takes an even share of the step's token
+budget, so that a short prompt does not wait for a long one; every other answer takes one token. The budget follows the
+measured time of steps, because running answers and new requests wait for the end of a step. The first step after an
+idle time waits a moment for requests that arrive together: a request that just misses a step waits for all of it.
 
-Answers are admitted for what they hold, not for what they may come to hold: few get as long as they may. Where running
-ones hold too much, the newest is paused: it gives its keys and values away and is the first in the queue. Once it runs
-again, the model reads what it had, prompt and answer, as one prompt. That is the case only after another one has ended,
-because those that run do not become smaller: no answer is paused twice without another's end, and the oldest never is.
+Answers are admitted by the tokens they hold, not by their maximum: few answers reach it. If running answers hold too
+many tokens, the newest is paused: it frees its keys and values and becomes the first in the queue. When it resumes, the
+model reads its prompt and its tokens so far as one prompt. A paused answer resumes only after another one finishes, so
+none is paused twice in a row and the oldest never is.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Answer:
 class Counters:
     """Answers that are `running`, `waiting` (for their first step) and `paused` now, and what happened since the start.
 
-    `prompt_tokens` are those that the model has read for the first time, `reread_tokens` those after a pause.
+    `prompt_tokens` counts tokens read for the first time, `reread_tokens` tokens read again after a pause.
     """
 
     running: int
@@ -258,8 +258,8 @@ class BatchEngine:
         return sum(answer.held for answer in self._running)
 
     def _pause(self) -> None:
-        """The newest answers leave until the others have room for the next step. They are the last of those that run
-        and become the first of those that wait, so both stay in the order in which they came."""
+        """Pause the newest answers until the rest has room for the next step. A paused answer becomes the first in the
+        queue, so both lists stay in order of arrival."""
         while len(self._running) > 1 and self._held() > self.limits.cached_tokens:
             answer = self._running.pop()
             self._release(answer)
@@ -318,7 +318,7 @@ class BatchEngine:
         self._end([answer], End("error"))
 
     def _next_tokens(self, answers: Sequence[Answer]) -> dict[Answer, Sequence[int]]:
-        """What the next step appends to each answer; not to new ones that wait for what another one reads."""
+        """The tokens that the next step appends to each answer. New answers may wait for a prefix being read."""
         share = self._share(answers)
         ready = [answer for answer in answers if answer.state is not None or self._begin(answer, share)]
         share = self._share(ready)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # its torch takes seconds to import, and an address in use is
     from lancebill.serving.app import App
 
 MOST_CONNECTIONS = 512
-RECEIVE_SECONDS = 30.0  # for a whole request, from its first byte (or from the connection) to its last
+RECEIVE_SECONDS = 30.0  # to receive a whole request
 STALL_SECONDS = 60.0  # a client that does not read its reply for this long is dropped
 IDLE_SECONDS = 15  # a connection between two requests
 FINISH_SECONDS = 2  # at the end, for the requests that are still open; the whole end takes less than 5 s
@@ -92,8 +92,8 @@ _TOO_MANY = _raw_reply(
 
 
 class EndingServer(uvicorn.Server):
-    """Ends as at SIGTERM when `failed` says that it can answer nothing more. Its process lives until the requests that
-    its end cuts have been told so."""
+    """Shuts down as on SIGTERM as soon as `failed()` is true. The process lives until all open requests have got an
+    error."""
 
     def __init__(self, config: uvicorn.Config, failed: Callable[[], bool]) -> None:
         super().__init__(config)

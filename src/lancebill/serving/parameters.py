@@ -107,7 +107,7 @@ def template_variables(value: Any) -> dict[str, Any]:
 
 
 def only(*allowed: Any, instead: str = "") -> Read:
-    """Values that ask for what this server does anyway."""
+    """Accept only values that match this server's fixed behaviour."""
 
     def read(value: Any) -> Any:
         if value not in allowed or isinstance(value, bool) is not isinstance(allowed[0], bool):
@@ -174,7 +174,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _object(value: Any, where: str, keys: Sequence[str]) -> dict[str, Any]:
-    """What an object says: nulls and empty lists, of which replies are full, say nothing."""
+    """The object without nulls and empty lists, which clients echo from our replies."""
     if not isinstance(value, dict):
         raise ValueError(f"an object as {where}")
     said = {name: each for name, each in value.items() if each is not None and each != []}

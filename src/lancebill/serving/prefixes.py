@@ -1,8 +1,8 @@
 """Prompts that start equally share the keys and values of their start.
 
-Known are the sequences that run and, as long as there is room, those that ended last, answers included: the next
-message of a conversation comes with all that was said before. A new sequence copies the longest start that it shares
-with one of them, and reads the rest of its prompt.
+The running sequences and, within a limit, the most recently finished ones stay available, answers included: a
+conversation's next request repeats all earlier messages. A new sequence copies the longest common start and reads the
+rest of its prompt.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MOST_KEPT = 32  # sequences: a new prompt is compared with all of them
 
 
 class Prefixes:
-    """Gives sequences their states. Only `RaggedModel` has states whose beginnings are good for others; with another
-    runner, and with no room for tokens, nothing is shared."""
+    """Gives sequences their states. Only states of `RaggedModel` can be shared in part; with another runner, or with a
+    limit of 0 tokens, nothing is shared."""
 
     def __init__(self, runner: Runner, most_tokens: int) -> None:
         self._runner, self._model = runner, runner if isinstance(runner, RaggedModel) and most_tokens else None

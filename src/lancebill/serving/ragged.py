@@ -1,10 +1,9 @@
 """Runs a transformers model on tokens of several sequences at once.
 
 `RaggedModel` lays the new tokens of all sequences in one row, prompts and single tokens alike, so that every matrix is
-read once for all of them and nothing is padded. Only attention must know where a sequence begins: transformers calls
-our function for it, which gives each sequence its own keys and values. A model that this does not fit (recurrent
-layers, attention of its own kind, positions that depend on the longest sequence) runs its sequences one after the other
-(`SeparateModel`).
+read once for all of them and without padding. Only attention depends on the boundaries of sequences: transformers
+calls our attention function, which uses each sequence's own keys and values. Other models (recurrent layers, custom
+attention, positions that depend on the longest sequence) run one sequence at a time (`SeparateModel`).
 """
 
 from __future__ import annotations

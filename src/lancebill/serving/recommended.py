@@ -8,8 +8,8 @@ from typing import Any
 from lancebill.errors import SpecError
 from lancebill.serving.sampling import Sampling
 
-# Settings of transformers' `generate` that change which tokens it gives, and are not computed here, with the values at
-# which they do nothing. None, false and empty lists say nothing of any.
+# Settings of transformers' `generate` that are not supported here, with their neutral values. None, false and empty
+# lists are neutral for all.
 NOT_USED: dict[str, Any] = {
     "typical_p": 1,
     "top_h": 1,
@@ -42,7 +42,7 @@ NOT_USED: dict[str, Any] = {
 
 
 def recommended(model: Any) -> Sampling:
-    """How answers are chosen where nobody says anything; greedy if the checkpoint recommends nothing."""
+    """The default sampling: the checkpoint's recommendation, else greedy."""
     given = model.generation_config
     penalty = repetition_penalty(model)
     if not given.do_sample:
@@ -71,7 +71,7 @@ def min_p(model: Any) -> float:
 
 
 def not_used(model: Any) -> str:
-    """One line about settings that change nothing here; empty if there are none."""
+    """One line that lists ignored settings, or an empty text."""
     given = model.generation_config.to_dict()
     odd = {name: given.get(name) for name, neutral in NOT_USED.items() if given.get(name) not in (neutral, None)}
     shown = ", ".join(f"{name}={str(value)[:40]}" for name, value in odd.items() if value not in (False, [], {}))

@@ -68,7 +68,7 @@ class _Choices(ABC):
 
     @abstractmethod
     def _change(self, piece: Piece, generation: Generation) -> list[dict[str, Any]]:
-        """What a stream says of a new piece of an answer."""
+        """The choices of a stream event for a new piece of an answer."""
 
     def _text(self, token: int) -> str:
         return str(self.served.tokenizer.decode([token]))

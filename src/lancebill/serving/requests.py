@@ -12,7 +12,7 @@ from lancebill.serving import templates
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.sampling import Sampling
 
-COMPLETION_TOKENS = 16  # of an answer in /v1/completions that says nothing, as in OpenAI's
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
 # A template may do anything with the values of a client: index, divide, recurse.
 TEMPLATE_FAILED = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
@@ -29,7 +29,7 @@ class Served:
     tokenizer: Any
     context: int  # tokens of a prompt and its answer
     vocabulary: int  # token ids that the model embeds
-    defaults: Sampling  # where a request says nothing
+    defaults: Sampling  # for parameters that a request leaves out
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Wanted:
 
 
 def wanted(served: Served, values: Mapping[str, Any]) -> Wanted:
-    """What the values of any of the three kinds of request ask for."""
+    """Convert the validated values of a request (any of the three kinds)."""
     if "model" in values and values["model"] != served.name:
         raise ApiError(
             404, f"the model {values['model'][:128]!r} does not exist; this server has {served.name!r}", "model",
@@ -85,7 +85,7 @@ def wanted(served: Served, values: Mapping[str, Any]) -> Wanted:
 
 
 def _special_tokens(served: Served, texts: Sequence[str]) -> frozenset[int]:
-    """Those whose whole text is one of these."""
+    """Ids of special tokens with exactly one of these texts."""
     added = served.tokenizer.added_tokens_decoder if texts else {}
     return frozenset(token for token, one in added.items() if one.special and one.content in texts)
 
@@ -139,7 +139,7 @@ def _prompts(served: Served, values: Mapping[str, Any]) -> tuple[str, tuple[tupl
 
 
 def _variables(served: Served, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template; those that it does not read would do nothing."""
+    """Variables for the chat template. A variable that the template never reads is refused."""
     variables = dict(values.get("chat_template_kwargs", {}))
     given = dict.fromkeys(variables, "chat_template_kwargs")
     if "reasoning_effort" in values:

@@ -48,7 +48,7 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """The largest logit is the answer, and nothing else is asked for."""
+        """Whether plain argmax suffices."""
         changed = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.repetition_penalty != 1
         return self.greedy and not changed and self.top_logprobs is None
 
@@ -174,5 +174,5 @@ def _drawn(weights: Array, random: float) -> int:
 
 
 def _first_above(sums: Array, value: float) -> int:
-    """Where ascending sums exceed the value; one that they do not exceed, by rounding, is a little less."""
+    """The first index with a sum above `value`. Rounding may put `value` above all sums; then the last index."""
     return int(sums.searchsorted(min(value, float(np.nextafter(sums[-1], 0))), side="right"))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+INCOMPLETE = "\ufffd"  # decoding an incomplete character gives this
 MOST_BYTES = 4  # of a character in UTF-8
-MOST_UNREAD = 16  # tokens without a whole character at their end: all are decoded again for each one that comes
+MOST_UNREAD = 16  # tokens that end in an incomplete character; all are decoded again for each new token
 
 
 class TextStream:
@@ -41,7 +41,7 @@ class TextStream:
         many = len(self._tokens) - self._read >= MOST_UNREAD
         if not final and not many and (len(text) <= self._given or not complete):
             return ""
-        # All but the last replacement character stand for bytes that no further ones make a character of.
+        # Only the last U+FFFD can still become a character; earlier ones are final.
         new = text[self._given : len(text) if complete else -1]
         self._context = len(self._tokens) - MOST_BYTES if many else self._read
         self._read = len(self._tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Where transformers has the length from which on angles are others: in the rotary parameters, or in the config.
+# Names of the length beyond which the angles change: in the rotary parameters, or in the config.
 LENGTHS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
@@ -42,7 +42,7 @@ def pieces_differ(config: Any) -> bool:
 
 
 class DynamicAngles:
-    """Rotary modules whose angles stay those of the longest sequence so far, perhaps of another client."""
+    """Rotary modules that keep the angles of the longest sequence so far, which may belong to another client."""
 
     def __init__(self, model: Any) -> None:
         self._modules = [part for part in model.modules() if "dynamic" in str(vars(part).get("rope_type"))]
