@@ -293,6 +293,7 @@ ADDRESSES = {
     "backends/gpu/linear_call.py": "likewise",
     "backends/gpu/route_program.py": "likewise",
     "backends/cpu/executor.py": "likewise",
+    "backends/cpu/route.py": "likewise",
     "serving/ragged.py": "keys and values that it allocates",
     "checkpoint/load/staging.py": "places in a buffer of its own",
     "checkpoint/load/projections.py": "compared",

@@ -13,14 +13,19 @@ from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 
 from lancebill import ExpertTensors, ModelExperts, QuantizedLinear, RoutedExperts
-from lancebill.backends.gpu import executor
+from lancebill.backends.cpu import native
+from lancebill.backends.gpu import decode_attention, executor
+from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError
 from lancebill.layer.packed_module import PackedModule
+from lancebill.moe.device import Device, parse_device
 from lancebill.moe.dispatch import Indexed
 from lancebill.numbers.codec import quantize
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight
+from lancebill.testing import judge
 from lancebill.testing.checkpoints import Generated, save
+from lancebill.testing.layers import layer_problem, make_layer, routing
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 FORMATS = ("gptq", "awq", "mxfp4", "fp8", "compressed-tensors")
@@ -180,3 +185,48 @@ def test_layers_that_are_loaded_later_are_on_the_gpu_of_now(given: Given, monkey
     assert not [*model.divert(made.tensors.items())]
     assert {str(tensor.device) for layer in model.finish().values() for tensor in layer.parameters()} == {"cuda:1"}
     assert given.packing and given.all_on(torch.device("cuda", 1))
+
+
+def test_the_judge_packs_on_its_device(given: Given) -> None:
+    """`tests/backends` takes `cuda`, and its cases are made on the CPU."""
+    backend, device = registry()["hopper"], parse_device("cuda")
+    supported = [case for case in judge.cases() if not [*backend.reasons(case.problem, device)]]
+    for case in supported[::8]:
+        packed = judge.pack_weights(backend, case, device)
+        assert {str(tensor.device) for held in packed.values() for tensor in held.values()} == {"cuda:0"}
+    assert len(supported) > 16 and given.packing and given.all_on(GPU)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+def test_the_cpu_library_is_given_memory_of_the_host(given: Given) -> None:
+    """Weights that someone moved, and what a caller gives without the checks of a layer: one after the other."""
+    backend = registry()["cpu"]
+    problem = layer_problem("int4-g32-zp", "bf16", hidden=128, intermediate=64, experts=4, top_k=2, bias=True)
+    weights, plan = make_layer(problem, "cpu", "cpu").weights, backend.plan(problem, 3, Device("cpu"))
+    x, routed = torch.zeros(3, 128, dtype=torch.bfloat16), routing(problem, 3, 0, "cpu")
+    backend.run(plan, x, routed, weights, torch.empty_like(x))
+    for matrix, held in weights.items():
+        for name in held.keys() & {"codes", "scales", "zeros", "bias"}:
+            moved = {**weights, matrix: {**held, name: held[name].to(GPU)}}
+            with pytest.raises(LaunchError, match="not where the CPU reads; expected cpu; got cuda:0"):
+                backend.run(plan, x, routed, moved, torch.empty_like(x))
+    ids, amounts, out = routed.ids, routed.weights, torch.empty_like(x)
+    for wrong in (
+        (x.to(GPU), Indexed(ids, amounts), out),
+        (x, Indexed(ids.to(GPU), amounts), out),
+        (x, Indexed(ids, amounts.to(GPU)), out),
+        (x, Indexed(ids, amounts, torch.arange(4, dtype=torch.int32, device=GPU)), out),
+        (x, Indexed(ids, amounts), out.to(GPU)),
+    ):
+        with pytest.raises(LaunchError, match="not where the CPU reads; expected cpu; got cuda:0"):
+            backend.run(plan, wrong[0], wrong[1], weights, wrong[2])
+
+
+def test_attention_kernels_read_one_gpu(given: Given) -> None:
+    heads = decode_attention.Heads(4, 2, 64, torch.bfloat16, 0.125)
+    q, position = torch.zeros(1, 4, 64, dtype=torch.bfloat16, device=GPU), torch.zeros(1, dtype=torch.int64, device=GPU)
+    cache = torch.zeros(2, 1, 2, 16, 64, dtype=torch.bfloat16, device=GPU).unbind()
+    mask = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=GPU)
+    for given_mask, place in ((mask.cpu(), position), (mask.to("cuda:1"), position), (mask, position.cpu())):
+        with pytest.raises(LaunchError, match="is not where the kernel reads; expected cuda:0; got c"):
+            decode_attention.attend(heads, q, cache, given_mask, place)

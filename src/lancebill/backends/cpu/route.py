@@ -10,7 +10,6 @@ from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing, token_outside
-from lancebill.native.address import host_address
 
 
 class CpuRouting(BoundRouting):
@@ -45,18 +44,19 @@ class CpuRouting(BoundRouting):
         return fast_route
 
     def run(self, logits: Tensor, input_ids: Tensor | None) -> Routed:
+        """On the CPU all of them: `bind` and every comparison with its call have seen that."""
         tokens = logits.shape[0]
         ids = logits.new_empty(tokens, self.routing.top_k, dtype=torch.int32)
         weights = logits.new_empty(tokens, self.routing.top_k, dtype=torch.float32)
         identity = logits.new_empty(tokens, dtype=torch.float32) if self.routing.zero_experts else None
         struct = abi.RoutingStruct.from_buffer_copy(self.template)
-        struct.logits, struct.tokens, struct.threads = host_address(logits), tokens, torch.get_num_threads()
-        struct.ids, struct.weights = host_address(ids), host_address(weights)
+        struct.logits, struct.tokens, struct.threads = logits.data_ptr(), tokens, torch.get_num_threads()
+        struct.ids, struct.weights = ids.data_ptr(), weights.data_ptr()
         if identity is not None:
-            struct.identity = host_address(identity)
+            struct.identity = identity.data_ptr()
         wide = None if input_ids is None else input_ids.long()
         if wide is not None:
-            struct.input_ids = host_address(wide)
+            struct.input_ids = wide.data_ptr()
         if not self.native.route(struct):
             assert self.router.table is not None and wide is not None
             raise token_outside(self.router.table, wide)

@@ -59,7 +59,8 @@ class GpuExecutor(Executor):
     def run_plan(self, plan: GpuPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call on the current stream."""
         on = self.tensors.device  # the scratch memory must be there too, and no kernel reads another device's x
-        require_on(on, x=x, out=out)
+        if x.device != on or out.device != on:
+            require_on(on, x=x, out=out)
         index = on.index or 0
         if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
             with torch.cuda.device(index):
@@ -105,7 +106,8 @@ class GpuExecutor(Executor):
         input_ids: Tensor | None = None,
     ) -> Routed:
         on = self.tensors.device
-        require_on(on, router_logits=logits)
+        if logits.device != on:
+            require_on(on, router_logits=logits)
         index = on.index or 0
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
