@@ -15,9 +15,9 @@ from lancebill.jit.address import address_on
 from lancebill.native.address import host_address
 from lancebill.split.streamed import BUFFERS
 
-_pinned: dict[int, bool] = {}  # by address, whether copies read the memory in place
-_locking = threading.Lock()  # the driver locks pages once: the second thread would be told that it cannot
-_LANES: list[CudaLane] = []  # of this process
+_pinned: dict[int, bool] = {}  # address -> whether copies read the memory in place
+_locking = threading.Lock()  # the driver pins pages only once: a second thread would get an error
+_LANES: list[CudaLane] = []  # all lanes of this process
 
 
 class CudaLane:

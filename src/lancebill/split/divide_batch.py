@@ -1,8 +1,8 @@
-"""How a large batch begins: the host learns which experts its rows use, and divides them between copies and the CPU.
+"""The start of a large batch: the host reads which experts its rows use, and divides them between copies and the CPU.
 
-The wire takes longest, so the copies of some experts are queued before the others are divided; in a batch that uses
-nearly all experts, before the router has chosen. These are always the same: a result does not depend on other batches.
-While they are copied, the CPU is asked for its part, and then the other copies are queued.
+PCIe is the bottleneck, so a first wave of copies is queued before the rest is divided. If the batch will use nearly all
+experts, the wave starts before the router has chosen, always with the same experts, so that results do not depend on
+other batches. During these copies the CPU gets its part, and then the remaining copies are queued.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def queue_waves(batch: LargeBatch, begun: Begun, ways: Ways, rates: Rates) -> Wa
 def host_us(batch: LargeBatch, rates: Rates, prepare: Callable[[LargeBatch], RowsCall]) -> tuple[float, float, float]:
     """Microseconds until this batch's first copies are queued, then until the CPU is asked, and to the CPU and back.
 
-    The last one is that of no rows, and stays as assumed if the CPU gets none.
+    The round trip is timed without rows, and stays as assumed if the CPU gets none.
     """
     taken = []
     for _ in range(_TIMES):

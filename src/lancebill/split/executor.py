@@ -21,11 +21,11 @@ from lancebill.split.large_batches import LargeBatches
 from lancebill.split.moves import Maps, Moves
 from lancebill.split.run_part import HostPart, run_part
 
-MAILBOX_ROWS = 1024  # with more, the time of a host function is nothing beside that of the call
+MAILBOX_ROWS = 1024  # above, a host function's latency is negligible
 
 
 class SplitExecutor(Executor):
-    """An executor of two: `own` of the experts on the device, and that of the experts in host memory."""
+    """Combines two executors: `own` for experts on the device, and one for experts in host memory."""
 
     def __init__(self, own: Executor, host: HostPart, moves: Moves | None = None) -> None:
         """With `moves`, which expert is where may change between calls."""

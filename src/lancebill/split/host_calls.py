@@ -24,15 +24,15 @@ from lancebill.split.cpu_rows import MOST_ROWS, CpuRows, CpuSums
 from lancebill.split.host_threads import HostThreads
 
 MOST_CALLS = 64  # kept for eager calls, one for each number of tokens
-_THREADS: list[HostThreads] = []  # of this process, once they are chosen
-# Pinned memory by queue: its calls run one after the other, so all layers share it. The calls keep it alive.
+_THREADS: list[HostThreads] = []  # the pool of this process, once it is chosen
+# Pinned memory by queue. Calls of a queue run one at a time, so all layers share it. The calls keep it alive.
 _BUFFERS: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
 
 class Queue(Protocol):
     """Steps that run one after the other, at some time."""
 
-    key: Hashable  # of all that runs one after the other: a stream, or a stream in a capture
+    key: Hashable  # identifies the queue: a stream, or a stream in a capture
     capturing: bool  # the steps are recorded, and may run many times
 
     def fork(self) -> None:

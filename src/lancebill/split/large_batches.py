@@ -40,14 +40,14 @@ from lancebill.split.run_part import HostPart, run_part
 from lancebill.split.streamed import BUFFERS, Stage
 from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, expected_ways, size_of
 
-FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
-_TIMED = 2048  # tokens of the batch with which the host's time is measured
+FEWEST = 64  # tokens; smaller batches never copy experts and never measure
+_TIMED = 2048  # tokens of the batch that measures the host's time
 _STAGES: dict[tuple[Problem, str, str, str], Stage] = {}  # shared by layers: their calls run one after the other
 _RATES: dict[tuple[Problem, str, str, str], Rates] = {}
 
 
 class LargeBatches:
-    """What a split layer does if many rows come at once."""
+    """Computes large batches of a split layer."""
 
     def __init__(self, own: Executor, host: HostPart, shared: int = 0) -> None:
         """`shared` is how many of the host's experts are on the device, too."""
@@ -139,9 +139,9 @@ class LargeBatches:
         return out
 
     def _on_gpu(self, batch: LargeBatch, waves: Waves, flags: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        """The sums of the GPU's own experts and those that are copied, fp32; and apart, those of the last wave.
+        """fp32 sums of the GPU's own experts and of copied ones; the last wave's sums separately.
 
-        `flags` are those that packing sets. The host can read them before the last wave is computed.
+        Packing sets `flags`. The host can read them before the last wave is computed.
         """
         asked = 0
 

@@ -1,4 +1,4 @@
-"""Mailboxes: words in host memory by which kernels ask for calls of the CPU kernels and wait for them.
+"""Mailboxes: words in host memory. Kernels write them to start calls of the CPU kernels, and poll them for the end.
 
 The memory is never given back, because a thread of the library reads it; mailboxes are used again.
 """
@@ -24,7 +24,7 @@ _watched: dict[int, Library] = {}
 
 
 class Mailbox:
-    """The mailbox of what runs one after the other: a stream, or the captured calls of a graph."""
+    """The mailbox of one queue: a stream, or the captured calls of a graph."""
 
     def __init__(self, native: Library, address: int, free: list[int]) -> None:
         """`free` gets the address back."""

@@ -1,4 +1,4 @@
-"""The two kernels of a mailbox, in PTX: what they need are loads and stores with the order of the whole system.
+"""The two kernels of a mailbox, in PTX, because they need loads and stores ordered at system scope.
 
 Offsets are those of `lancebill_mailbox`: the request at 0, `done` at 8, `late` at 12. One thread does the work; the
 others only fill with NaN what was not computed in time.

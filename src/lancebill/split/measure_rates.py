@@ -23,13 +23,12 @@ from lancebill.split.run_part import run_part
 from lancebill.split.streamed import BUFFERS, Stage, copy_wave, pack_wave
 from lancebill.split.ways import Rates
 
-BATCHES = (256, 4096)  # tokens of the batches that waves are computed for
-# Tokens of an expert: it is read; half a tile of 16; one and a half; computing takes longer than reading; and about the
-# most with which the CPU is still worth asking, because a line drawn further misleads. The last tile is half full, as
-# it is on average.
+BATCHES = (256, 4096)  # tokens of the measured batches of waves
+# Tokens of an expert: memory-bound; half a tile of 16; one and a half tiles; compute-bound; about the largest number
+# for which the CPU can pay, because extrapolation misleads. The last tile is half full, as on average.
 COUNTS = (1, 8, 24, 72, 136)
-_EXPERTS = 16  # of a call; the next call uses others, which are not in the CPU's caches
-_COPIED = 4 << 30  # bytes that are copied while the CPU computes: time for some of the longest calls
+_EXPERTS = 16  # per call; the next call uses experts outside of the CPU's caches
+_COPIED = 4 << 30  # bytes to copy while the CPU computes: enough time for some of the longest calls
 _MOST_COPIES = 64  # waves
 _BEST_OF = 3
 
@@ -125,7 +124,7 @@ def _copies(
 def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int]:
     """A call in which each of some experts has this many tokens, and how many experts.
 
-    Each row uses one of them, as most rows of a batch whose other experts are on the GPU. Zeros would draw less power.
+    Each row uses one expert, the usual case if the rest is on the GPU. Zeros would draw less power.
     """
     problem = host.problem
     experts = min(problem.experts, _EXPERTS)

@@ -1,4 +1,4 @@
-"""The thread that moves experts: one for all layers, which ends when there are none left."""
+"""The thread that moves experts of all split layers; it ends with the last layer."""
 
 from __future__ import annotations
 

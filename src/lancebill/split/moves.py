@@ -1,8 +1,8 @@
-"""Experts of a split layer that move to its device while it computes: those that were used last.
+"""Move the most recently used experts of a split layer to its device while it computes.
 
-Host memory has all experts, so an expert that leaves the device costs nothing, and a call never waits for one that
-comes: until it is there, the CPU computes it. A move has three steps: the expert in the place is the host's again; when
-no call is under way that saw it on the device, the place is overwritten; the new expert is the device's.
+Host memory has all experts, so evicting one costs nothing, and calls never wait: the CPU computes an expert until it
+has arrived. A move has three steps: map the evicted expert to the host; after the last call that saw it on the device,
+overwrite its place; map the new expert to the device.
 """
 
 from __future__ import annotations
@@ -85,8 +85,11 @@ class Moves:
         self.moved = 0
         self._parts: _Parts | None = None
         self._reuse = RecentReuse()
-        self._seen: tuple[Sequence[int], int] = (), 0  # the last use of each expert, and calls, at the last look
-        self._lock = threading.Lock()  # whoever has it knows that nothing moves
+        self._seen: tuple[Sequence[int], int] = (
+            (),
+            0,
+        )  # at the last look: the last use of each expert, and the number of calls
+        self._lock = threading.Lock()  # held by whoever needs all experts to stay in place
         self._halted = self._stopped = False
         self._error: LaunchError | None = None
 
@@ -142,7 +145,7 @@ class Moves:
                     self._fill(self._parts, place, slot)
 
     def restore(self) -> bool:
-        """Write the layer's map again, whose memory was lost; False if nothing can have moved yet."""
+        """Rewrite the layer's map after its memory was lost; False if no expert can have moved yet."""
         with self._lock:
             if self._parts is None:
                 return False

@@ -50,7 +50,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What a policy did to a trace: uses, those that were on the device, and experts that were moved there."""
+    """A policy's result on a trace: uses, hits on the device, and experts moved there."""
 
     uses: int
     hits: int
@@ -86,10 +86,10 @@ def last_use(trace: Trace, experts: int) -> Scores:
 
 
 def recent_uses(trace: Trace, experts: int) -> Scores:
-    """LRU by uses that count half as much with every step: a use outweighs all earlier ones together, and among experts
-    that were last used in the same step, the one with more recent uses before stays.
+    """LRU with ties broken by earlier uses: a use counts half as much with every step, so it outweighs all earlier uses
+    together.
 
-    Slower fading hits less often on traces with the reuse of real models: they have no lasting favourites.
+    A slower decay hits less often on traces of real models, which have no lasting favourites.
     """
     made, held = [], [0.0] * experts
     for used in trace:

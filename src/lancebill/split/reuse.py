@@ -24,7 +24,9 @@ class RecentReuse:
         used = [expert for expert, time in enumerate(now) if time != before[expert]]
         if not used:
             return self
-        oldest = max(1, sorted(before, reverse=True)[places - 1])  # of those that LRU has on the device
+        oldest = max(
+            1, sorted(before, reverse=True)[places - 1]
+        )  # age of the oldest expert that LRU keeps on the device
         hits = sum(before[expert] >= oldest for expert in used)
         return replace(self, hit_rate=self.hit_rate + (hits / len(used) - self.hit_rate) * _WEIGHT)
 

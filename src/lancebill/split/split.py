@@ -72,7 +72,7 @@ def share_budget(budget: int, layers: Sequence[tuple[int, int]]) -> tuple[int, .
 
 
 def check_count(experts: int) -> int:
-    """The number of experts on the device; raises if it is none."""
+    """The number of experts on the device; raises unless it is an integer of 0 or more."""
     if isinstance(experts, bool) or not isinstance(experts, int) or experts < 0:
         raise SpecError("not a number of experts", where="gpu_experts", expected="0 or more", got=repr(experts))
     return experts

@@ -1,8 +1,8 @@
 """Generated traces of routing with the reuse that real models show.
 
-Measured traces have no lasting favourites, but experts are used again soon. A stack of experts, the last used on top,
-with a distribution of the depth from which the next one is taken has exactly these properties: the share of depths up
-to n is the hit rate of an LRU cache with n places.
+Measured traces have no lasting favourites, but experts are soon used again. A stack of experts, most recent on top, and
+a distribution of the depth of the next use reproduce this: the share of depths up to n is the hit rate of an LRU cache
+with n places.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def last_waves(most: int, costs: WaveCosts) -> tuple[int, ...]:
 
 
 def waves_of(slots: Sequence[int], most: int, costs: WaveCosts, first: Sequence[int] = ()) -> list[Sequence[int]]:
-    """The experts that are copied, packed and computed together. `first` are those of the first wave, if chosen."""
+    """Divide experts into waves; a wave is copied, packed and computed together. `first`: the first wave, if chosen."""
     begun = set(first)
     rest = [slot for slot in slots if slot not in begun] if first else slots
     left, ends = len(rest), list[int]()

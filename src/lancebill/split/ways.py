@@ -112,15 +112,15 @@ class BatchCosts:
     """Microseconds of a batch of so many tokens on either way, whichever experts its rows use."""
 
     tokens: float
-    call: float  # of the CPU, for any number of rows
-    begin: float  # until the CPU has its rows, if others are copied
-    row: float  # to the CPU and back
-    wait: float  # of copies, before the first one and after the last one
-    copy: float  # of an expert
-    run: float  # for an expert that is not the neighbour of the one before
-    sums: float  # by which a row of the CPU delays copies, because its sums take the same wire
+    call: float  # fixed time of a CPU call
+    begin: float  # until the CPU has its rows, if experts are also copied
+    row: float  # one row to the CPU and back
+    wait: float  # before the first copy and after the last one
+    copy: float  # one expert
+    run: float  # extra time of a copied expert that does not follow its predecessor in memory
+    sums: float  # delay of copies by one row of the CPU, because its sums use PCIe too
     at: Numbers  # tokens of an expert
-    taken: Numbers  # and the CPU's time for it, on lines between these points
+    taken: Numbers  # the CPU's time for them, interpolated linearly
     most_rows: float = MOST_ROWS
     most_chosen: float = math.inf  # rows of the CPU, if not all are sent
 
@@ -164,8 +164,8 @@ class _Batch:
     def __init__(self, counts: Numbers, costs: BatchCosts) -> None:
         """`counts` are the tokens of each expert, in the order in which the CPU would take them."""
         self.counts, self.costs, self.slots = counts, costs, _sums(counts)
-        self.rows = expected_rows(costs.tokens, self.slots)  # that are sent to the CPU
-        self.rows[-1] = costs.tokens  # a batch of which nothing is copied is sent whole
+        self.rows = expected_rows(costs.tokens, self.slots)  # rows sent to the CPU
+        self.rows[-1] = costs.tokens  # without copies the whole batch is sent
         self.cpu_us, self.stream_us = self._cpu_us(), self._stream_us()
         self.us = np.maximum(self.cpu_us, self.stream_us)
 
