@@ -26,8 +26,8 @@ def pytest_cells() -> Iterator[Cell]:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 where = f"{file.name}::{node.name}"
                 yield Cell("pytest", where, 2, partial(run_pytest, where))
-    for case in judge.cases():
-        yield Cell("judge", case.name, 2, partial(run_judge, case))
+    for number, case in enumerate(judge.cases()):
+        yield Cell("judge", f"{number} {case.name}", 2, partial(run_judge, case))
 
 
 class Counts:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lancebill
+from lancebill.checkpoint.resolve.naming import find_family
 from lancebill.errors import CannotEncode
 from lancebill.integrations.transformers.packed_experts import PackedExperts, packed_experts
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
@@ -60,8 +61,10 @@ def check_model(
 
 
 def requantise_rest(reference: Any, ours: Any) -> None:
-    """Give the reference the numbers of the matrices that were quantised while loading."""
+    """Give the reference the numbers of the matrices that were quantised while loading. No router is one of them."""
+    rows = find_family(ours.config.to_dict()).mixtures
     for name in ours.lancebill_rest.requantized:
+        assert all(row.router.gate_layer(f"{name}.weight") is None for row in rows), f"the router {name} was quantised"
         weight = reference.get_submodule(name).weight
         weight.copy_(requantised(weight, ours.lancebill_rest.specs[name]))
 
