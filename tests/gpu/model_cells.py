@@ -22,11 +22,12 @@ from whole_model import check_model, requantised
 
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.checkpoint.resolve.other_modules import find_module
-from lancebill.errors import LancebillError
+from lancebill.errors import LancebillError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format, Module, Part, Stored
 from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.integrations.transformers.gguf_rows import ROWS
+from lancebill.integrations.transformers.packed_experts import expert_modules
 from lancebill.numbers.codec import quantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.spec_names import parse_spec
@@ -173,6 +174,10 @@ def run_family(name: str, place: Place) -> Notes:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         raise SkipTest(f"needs {NEEDS[name]}")
     reference = tiny_model(name).to(torch.bfloat16)
+    try:
+        list(expert_modules(reference))
+    except UnsupportedProblem as error:
+        raise SkipTest(f"{name}: {error.what}") from error
     reference.save_pretrained(place.folder / "model", save_original_format=name not in UNWRITABLE_NAMES)
     inputs, weights = INPUTS.get(name, {}), {"rest": "int8"}
     folder = place.folder / "saved"

@@ -30,7 +30,8 @@ from lancebill.testing.families import judged_types  # noqa: E402
 
 CELLS = {str(cell): cell for cell in all_cells()}
 SAMPLE = (
-    "format gptq int4-g32:fp16-zp-gptq-actorder", "pair mxfp4 and int8", "family mixtral", "gguf qwen3moe qwen3_moe",
+    "format gptq int4-g32:fp16-zp-gptq-actorder", "pair mxfp4 and int8", "family mixtral", "family hunyuan_v1_moe",
+    "gguf qwen3moe qwen3_moe",
     "layer refit on both, mxfp4 ", "linear weight on both, nvfp4", "model reload_experts", "command generate",
 )  # fmt: skip
 

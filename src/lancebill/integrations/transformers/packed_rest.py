@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from lancebill.checkpoint.resolve.naming import find_family
 from lancebill.errors import LancebillError, SpecError
 from lancebill.integrations.transformers.mixed_linear import MixedLinear
 from lancebill.integrations.transformers.packed_embedding import PackedEmbedding
@@ -187,14 +188,18 @@ def _quantized(weight: Tensor, target: QuantSpec | None) -> LogicalWeight:
 
 
 def _routers(model: nn.Module) -> set[str]:
-    """Linear modules beside the experts: routers and gates of shared experts, which choose and are not quantised."""
+    """Linear modules that choose and are not quantised: routers, wherever the family has them, and what is beside the
+    experts, such as gates of shared experts."""
     blocks = {name.rpartition(".")[0] for name, _ in packed_experts(model)}
-    return {
+    beside = {
         f"{block}.{name}"
         for block in blocks
         for name, module in model.get_submodule(block).named_children()
         if isinstance(module, nn.Linear)
     }
+    routers = [row.router for row in find_family(model.config.to_dict()).mixtures]
+    names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return beside | {n for n in names if any(router.gate_layer(f"{n}.weight") is not None for router in routers)}
 
 
 def _dequantize_left(model: nn.Module) -> set[str]:
