@@ -141,6 +141,12 @@ def test_sizes_are_read_from_nested_configs() -> None:
     assert latent.hidden == 32
 
 
+def test_longcat_saved_by_transformers_has_as_many_layers_as_its_tensors() -> None:
+    """transformers writes two caches a layer as `num_hidden_layers`."""
+    assert expert_sizes({"num_layers": 28, "num_hidden_layers": 56}).layers == 28
+    assert expert_sizes({"num_hidden_layers": 48, "num_layers": 0}).layers == 48
+
+
 def test_all_problems_are_reported_together() -> None:
     row = names.find_family({"model_type": "qwen3_moe"})
     made = generate(_dense(), row, row.forms[0], SIZE)

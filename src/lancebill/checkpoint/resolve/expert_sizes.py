@@ -50,7 +50,7 @@ def expert_sizes(model: Mapping[str, Any], entry: int | None = None) -> ExpertSi
             entry=entry,
         ),
         top_k=experts_per_token(model, entry),
-        layers=_lookup(model, *LAYER_COUNTS),
+        layers=_layer_count(model),
         zero_experts=_lookup(model, "zero_expert_num", most=MAX_EXPERTS) or 0,
         further_layers=_lookup(
             model, "num_nextn_predict_layers", "num_mtp_modules", "mtp_num_layers", "mtp_num_hidden_layers",
@@ -65,6 +65,18 @@ def experts_per_token(model: Mapping[str, Any], entry: int | None = None) -> int
         model, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
         "experts_per_token", most=MAX_EXPERTS, entry=entry,
     )  # fmt: skip
+
+
+def _layer_count(model: Mapping[str, Any]) -> int | None:
+    """The number of layers: the smallest count of the innermost section that has one.
+
+    LongCat-Flash as transformers saves it has two `num_hidden_layers` for each of its `num_layers`, one a cache.
+    """
+    for section in config_sections(model):
+        counts = [count for key in LAYER_COUNTS if (count := _lookup({key: section.get(key)}, key))]
+        if counts:
+            return min(counts)
+    return None
 
 
 def config_sections(model: Mapping[str, Any], depth: int = MAX_DEPTH) -> list[Mapping[str, Any]]:
