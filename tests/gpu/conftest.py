@@ -1,13 +1,19 @@
-"""Compiles the kernels of all selected tests first, on all cores; one by one it would take longer than the tests."""
+"""Compiles the kernels of all selected tests first, on all cores; one by one it would take longer than the tests.
+
+`KERNEL_JOBS` limits the cores: for many pytests at once.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lancebill.moe.problem import Problem
+
+JOBS = "KERNEL_JOBS"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +27,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
         from lancebill.jit.build import build_all
 
-        build_all(sources_of(planned))
+        build_all(sources_of(planned), jobs=int(os.environ.get(JOBS, 0)) or None)
 
 
 def plans_of(item: pytest.Function) -> Iterator[tuple[Problem, int]]:

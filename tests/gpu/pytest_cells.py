@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -70,6 +71,7 @@ def run_pytest(where: str, place: Place) -> Notes:
         raise SkipTest("needs pytest")
     import pytest
 
+    os.environ.setdefault("KERNEL_JOBS", "2")
     counts = Counts()
     options = ["-q", "--maxfail=3", "-p", "no:cacheprovider", "-W", "ignore", f"--basetemp={place.folder / 'tmp'}"]
     code = pytest.main([*options, str(TESTS / "gpu" / where)], plugins=[counts])

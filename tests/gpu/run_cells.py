@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from unittest import SkipTest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+QUIET = 25  # of more cells only every so many of those that passed are shown
+ALONE = 110.0  # seconds that are left for cells that run alone
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "gguf")
 
 
@@ -121,8 +123,8 @@ class Runner:
 
     def _note(self, cell: Any, total: int, **found: Any) -> None:
         self.results[str(cell)] = found
-        reason = f": {found['reason'][:160]}" if found.get("reason") else ""
-        print(f"[{len(self.results)}/{total}] {found['outcome']} {found['seconds']:.1f} s  {cell}{reason}", flush=True)
+        if found["outcome"] != PASSED or total < QUIET or len(self.results) % QUIET == 0:
+            print(f"[{len(self.results)}/{total}] {line(str(cell), found)}", flush=True)
 
 
 def can_fork(device: str) -> bool:
@@ -137,6 +139,11 @@ def can_fork(device: str) -> bool:
         finally:
             os._exit(1)
     return os.waitpid(pid, 0)[1] == 0
+
+
+def line(name: str, found: Mapping[str, Any]) -> str:
+    reason = f": {' '.join(found['reason'].split())[:200]}" if found.get("reason") else ""
+    return f"{found['outcome']} {found['seconds']:.1f} s  {name}{reason}"
 
 
 def _child(cell: Any, chosen: argparse.Namespace, folder: Path, forks: bool) -> None:
@@ -226,16 +233,19 @@ def main() -> None:
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        runner = Runner(chosen, Path(work))
+        runner, alone = Runner(chosen, Path(work)), [cell for cell in cells if cell.alone]
+        end, runner.end = runner.end, runner.end - (ALONE if alone else 0.0)
         runner.run([cell for cell in cells if not cell.alone])
-        runner.chosen.jobs = 1
-        runner.run([cell for cell in cells if cell.alone])
+        runner.chosen.jobs, runner.end = 1, end
+        runner.run(alone)
     name = f"part-{chosen.part or 'all'}"
     seconds = round(time.monotonic() - started)
     record = {**environment(chosen), "seconds": seconds, "cells": runner.results}
     (chosen.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     (chosen.out / f"{name}.log").write_text("\n\n".join(f"== {cell}\n{log}" for cell, log in runner.logs.items()))
     counts = {kind: sum(r["outcome"] == kind for r in runner.results.values()) for kind in (PASSED, FAILED, SKIPPED)}
+    failures = [line(name, found) for name, found in runner.results.items() if found["outcome"] == FAILED]
+    print("\n".join(failures))
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"in {seconds} s")
     sys.exit(1 if counts[FAILED] else 0)
 

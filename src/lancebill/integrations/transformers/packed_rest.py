@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -187,7 +188,7 @@ def _quantized(weight: Tensor, target: QuantSpec | None) -> LogicalWeight:
     return weight.stored if target is None else requantize(weight.stored, target)[0]
 
 
-def _routers(model: nn.Module) -> set[str]:
+def _routers(model: Any) -> set[str]:
     """Linear modules that choose and are not quantised: routers, wherever the family has them, and what is beside the
     experts, such as gates of shared experts."""
     blocks = {name.rpartition(".")[0] for name, _ in packed_experts(model)}
