@@ -17,9 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import ROOT
 from benchmarks.runner import SUBJECTS, Run, Subject, chosen_cases
 
-MODULES: tuple[str, ...] = ()
+MODULES = ("gpu", "gpu_calls", "cpu", "models", "loading", "hybrid", "accuracy", "vllm", "vllm_load")
+CAMPAIGN = ("abuse", "sanitize", "split_models")  # in tests/campaign: what tries to break things
 GRACE = 120.0  # seconds after the limit, within which a case that has begun must end
 
 
@@ -29,8 +31,9 @@ def main(words: Sequence[str]) -> None:
 
         report.main(check="--check" in words)
         return
-    for module in MODULES:
-        import_module(f"benchmarks.{module}")
+    sys.path.append(str(ROOT / "tests" / "campaign"))
+    for module in (*(f"benchmarks.{name}" for name in MODULES), *CAMPAIGN):
+        import_module(module)
     if words and words[0] in SUBJECTS:
         measure(SUBJECTS[words[0]], words[1:])
         return

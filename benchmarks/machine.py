@@ -103,6 +103,7 @@ class Growth:
 
     anonymous: int = 0
     resident: int = 0  # with the pages of mapped files
+    sampler: int = 0  # the thread that reads the figures, whose own reads are none of the block's
 
 
 @contextmanager
@@ -121,6 +122,7 @@ def peak_memory() -> Iterator[Growth]:
 
     sampler = threading.Thread(target=work, daemon=True)
     sampler.start()
+    found.sampler = sampler.native_id or 0
     try:
         yield found
     finally:

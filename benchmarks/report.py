@@ -126,7 +126,9 @@ def listed(
 
 def crossed(name: str, cell: str, note: str = "{machine}; {links}.", by: str = "tokens") -> Callable[[Record], str]:
     """Writes a table with a line for each name and a column for each number of tokens (or other label)."""
-    return lambda record: pivot([(record, row) for row in record.rows], name, cell, fill(note, record), by)
+    return lambda record: pivot(
+        [(record, row) for row in record.rows], name, cell, fill(note, record, record.rows[0]), by
+    )
 
 
 def pivot(rows: Iterable[RunRow], name: str, cell: Cell, note: str = "", by: str = "tokens") -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(ROOT / name) for name in ("benchmarks/old", ".", "tests/helpers", "tests/native", "tests/unit/checkpoint")
-]
+sys.path[:0] = [str(ROOT / name) for name in (".", "tests/helpers", "tests/native", "tests/unit/checkpoint")]
 
-import machine  # noqa: E402  (a module of benchmarks/)
+from benchmarks import machine, runner  # noqa: E402
 
 MOST_EXAMPLES = 20  # failures that a record keeps in full
 REPORT_EVERY = 15.0  # seconds between the reports of a long run: what is known if it is stopped
@@ -85,7 +82,7 @@ class Part:
         parser.add_argument("--out", type=Path, help="write the record to this file")
         self.arguments = parser.parse_args()
         self._commit = machine.commit()  # now: a long run's sources are those it started with
-        path = machine.result_path(f"reliability/{name}", device) if self.arguments.record else None
+        path = runner.result_path(f"reliability/{name}", device) if self.arguments.record else None
         self._path: Path | None = self.arguments.out or path
         self._reported = time.monotonic()
 
@@ -146,13 +143,7 @@ def _words() -> list[str]:
 
 
 def _machine(device: str) -> dict[str, str | None]:
-    gpu = machine.gpu_machine() if device.startswith("cuda") else {}
-    return {
-        "name": machine.machine_name(device),
-        "cpu": platform.machine(),
-        "python": platform.python_version(),
-        **gpu,
-    }
+    return {"name": machine.machine_name(device), **machine.facts(device)}
 
 
 def memory_folder() -> Path | None:

@@ -75,7 +75,7 @@ FIGURES: dict[str, tuple[Target, ...]] = {
             "N5", "seeded defects that the judge catches", "100 % of 20", tests=(f"{UNIT}/testing/test_defects.py",)
         ),
         Target("N6", "perplexity against the reference backend", "within the stated bound",
-               "python benchmarks/old/perplexity.py"),
+               "python -m benchmarks perplexity"),
     ),
     "Determinism": (
         Target("D1", "repeats of a call beside a busy second stream or thread", "1,000, 0 differ", "kernels.py"),
@@ -85,12 +85,12 @@ FIGURES: dict[str, tuple[Target, ...]] = {
             tests=(f"{UNIT}/backends/test_hopper_backend.py",),
         ),
         Target("D4", "cost of the batch-invariant order at the median shape", "10 % at most",
-               "python benchmarks/old/gpu_layer.py", gpu=True),
+               "python -m benchmarks gpu-layer", gpu=True),
         Target("D5", "the fast order differs somewhere", "must differ", "gpu.py", gpu=True),
     ),
     "Device safety": (
         Target("S1", "compute-sanitizer: memcheck, racecheck, synccheck, initcheck", "4 tools, 0 findings",
-               "python benchmarks/old/sanitize.py", gpu=True),
+               "python -m benchmarks sanitize", gpu=True),
         Target("S2", "guard rows intact, padding and outputs start as NaN", "100 %", tests=(_GPU_LAYER,), gpu=True),
         Target(
             "S3", "register spills and local memory in shipped kernels", "0",

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
-from load_memory import Peak
-from pack import LARGE as LARGE_LAYER
-from pack import make_checkpoint, pinned_copy_rate
 
+from benchmarks.loading import LARGE as LARGE_LAYER
+from benchmarks.loading import make_checkpoint, pinned_copy_rate
+from benchmarks.machine import peak_memory
 from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.layer.routed_experts import RoutedExperts
@@ -89,17 +89,17 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)  # what the first load has freed would not be counted
     device_before, before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0, _bytes_read()
     start, busy = time.perf_counter(), time.process_time()
-    with Peak() as memory:
+    with peak_memory() as memory:
         layer = RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         seconds, processor = time.perf_counter() - start, time.process_time() - busy
-        measuring, _ = _bytes_read(f"self/task/{memory.native_id}")
+        measuring, _ = _bytes_read(f"self/task/{memory.sampler}")
     held = sum(tensor.nbytes for tensor in layer.state_dict().values())
     assert held == sum(tensor.nbytes for tensor in first.state_dict().values())
     read, from_disk = (after - start for start, after in zip(before, _bytes_read()))
     out = {"seconds": seconds, "processor_seconds": processor, "read": read - measuring, "from_disk": from_disk}
-    out |= {"held": held, "host": memory.growth()["anonymous"], "pinned": _pinned_bytes()}
+    out |= {"held": held, "host": memory.anonymous, "pinned": _pinned_bytes()}
     if DEVICE == "cuda":
         out["device_peak"] = torch.cuda.max_memory_allocated() - device_before
         out["device_final"] = torch.cuda.memory_allocated() - device_before

@@ -138,18 +138,3 @@ def test_variants_are_parsed() -> None:
     assert Variant.parse("stored") == Variant()
     with pytest.raises(SpecError):
         Variant.parse("a/b/c/d/e")
-
-
-def test_an_interrupted_run_is_scored_on_questions_that_all_variants_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "old"))
-    from score_answers import score_variants  # type: ignore[import-not-found]
-
-    kept = [
-        {"variant": name, "question": str(i), "right": str(i), "answer": f"#### {answer}"}
-        for name, answers in (("stored/16 bit/auto", (0, 1, 2, 9)), ("mxfp4/int8/auto", (0, 9)))
-        for i, answer in enumerate(answers)
-    ]
-    first, second = score_variants(kept)
-    assert first["strict"]["questions"] == second["strict"]["questions"] == 2
-    assert (first["strict"]["value"], second["strict"]["value"]) == (1.0, 0.5)
-    assert second["strict"]["p"] == 1.0 and second["variant"] == "mxfp4/int8/auto"

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as command
 from benchmarks import report
-from benchmarks.runner import RESULTS
+from benchmarks.runner import RESULTS, SUBJECTS
+
+RECORDED_BY_TESTS, NOT_RECORDED = {"reliability", "vllm-cpu"}, set[str]()
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
@@ -34,6 +37,8 @@ def test_every_record_is_used() -> None:
         for name in re.findall(r"benchmarks/results/([\w./-]+\.\w+)", page.read_text(encoding="utf-8"))
     }
     assert files == linked
+    command.main(["--list"])  # registers the subjects
+    assert {path.name for path in RESULTS.iterdir()} - RECORDED_BY_TESTS == {*SUBJECTS} - NOT_RECORDED
     assert sum((RESULTS / name).stat().st_size for name in files) < 1_200_000
 
 

@@ -14,6 +14,8 @@ import pytest
 import typer
 
 import lancebill
+from benchmarks import __main__ as benchmarks
+from benchmarks.runner import SUBJECTS
 from lancebill.cli.main import app
 from lancebill.testing import tables
 
@@ -40,18 +42,29 @@ def test_mentioned_commands_exist() -> None:
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_shown_commands_have_these_options(path: Path) -> None:
-    """Checks the lines of code blocks that call `lancebill` or a benchmark script."""
+    """Checks the lines of code blocks that call `lancebill`, and all words that name a subject of the benchmarks."""
     commands = _commands()
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"^ *(?:\$ )?((?:lancebill|python benchmarks/).*)", "\n".join(blocks), re.MULTILINE):
-        caller, name, *words = line.split()
+    for line in re.findall(r"^ *(?:\$ )?(lancebill .*)", "\n".join(blocks), re.MULTILINE):
+        _, name, *words = line.split()
         options = set(re.findall(r"(?<=[\[ ])--[a-z-]+", " ".join(["", *words])))
-        if caller == "lancebill":
-            assert name in commands, f"{path.name} shows `{line}`"
-            existing = {option for parameter in commands[name].params for option in parameter.opts}
-        else:
-            existing = set(re.findall(r"\"(--[a-z-]+)\"", (ROOT / name).read_text(encoding="utf-8")))
+        assert name in commands, f"{path.name} shows `{line}`"
+        existing = {option for parameter in commands[name].params for option in parameter.opts}
         assert options <= existing, f"{path.name} shows `{line}`, which has no {options - existing}"
+    for words in re.findall(r"python -m benchmarks ([a-z-]+[^`\n]*)", path.read_text(encoding="utf-8")):
+        _check_benchmark(re.split(r"   | #", words)[0].split(), path.name)
+
+
+def _check_benchmark(words: list[str], where: str) -> None:
+    """A subject, labels of its cases and options."""
+    benchmarks.main(["--list"])  # registers the subjects
+    name, *rest = words
+    if name in ("report", "--list"):
+        return
+    assert name in SUBJECTS, f"{where} shows the benchmark {name}"
+    given = benchmarks.parser_of(SUBJECTS[name]).parse_args(rest)
+    labels = {label for case in SUBJECTS[name].cases() for label, _ in case.labels}
+    assert {word.partition("=")[0] for word in given.cases} <= labels, f"{where} shows {words}"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -13,24 +13,24 @@ from lancebill.backends.cpu import native
 
 PROGRAM = """
 import os, sys
-sys.path.insert(0, "benchmarks/old")
+sys.path.insert(0, ".")
 import torch
 torch.set_num_threads(1)  # otherwise making a tensor starts threads of OpenMP
 from lancebill.bench import timing
 timing.last_level_cache = lambda: 1 << 20
-from cold_calls import Sweeper, read
-from pin_cores import process_threads
-alone = process_threads()
+from benchmarks.cpu import Sweeper, read
+from benchmarks.machine import threads_of
+alone = threads_of()
 clock = Sweeper(helpers=2, threads=2)
-assert process_threads() <= alone
+assert threads_of() <= alone
 read(clock.private, 2)
-workers = process_threads() - alone
+workers = threads_of() - alone
 cores = sorted(os.sched_getaffinity(0))[:2]
 clock.place(cores[:1], cores)
 assert all(os.sched_getaffinity(each) == {cores[0]} for each in workers)
 clock.evict()
 child = clock.helper.process
-print(len(workers), len(process_threads(child.pid)), process_threads() - alone == workers)
+print(len(workers), len(threads_of(child.pid)), threads_of() - alone == workers)
 clock.end()
 assert child.exitcode == 0
 """

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from project import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
+sys.path.insert(0, str(ROOT / "tests" / "campaign"))
 
 from sanitize import clean, verdict_of
-from sanitize_barriers import barriers_before
-from sanitize_cases import Case, problem_of, supported_cases
-from sanitize_report import Place, count_ordered, explain, findings
+from sanitizer_cases import Case, problem_of, supported_cases
+from sanitizer_reports import Place, count_ordered, explain, findings
+from sass_barriers import barriers_before
 
 from lancebill.backends.hopper.plan import make_plan
 

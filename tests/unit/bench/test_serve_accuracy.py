@@ -1,9 +1,8 @@
-"""benchmarks/old/serve_accuracy.py against two servers that know different answers."""
+"""The subject serve-accuracy against two servers that know different answers."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "old"
 
 
 def echoed(text: str, known: range) -> dict[str, list[object]]:
@@ -66,28 +63,22 @@ def server(known: range) -> Iterator[str]:
     made.server_close()
 
 
-def test_variants_are_compared_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import serve_accuracy
+def test_variants_are_compared_with_the_first(tmp_path: Path) -> None:
+    from benchmarks import __main__ as command
+    from benchmarks.runner import Record
 
     file, out = tmp_path / "questions.jsonl", tmp_path / "out.json"
     rows = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(20)]
     file.write_text("\n".join(json.dumps(row) for row in rows))
     with server(range(20)) as stored, server(range(6, 20)) as other:
         words = ["--questions", str(file), "--examples", str(file), "--shots", "2", "--out", str(out)]
-        words += ["--likelihood", "10"]
-        urls = ["--url", f"stored={stored}", "--url", f"other={other}"]
-        monkeypatch.setattr(sys, "argv", ["serve_accuracy.py", *words, *urls])
-        serve_accuracy.main()
-    found = json.loads(out.read_text())
-    first, second = found["variants"]
-    assert (first["strict"]["value"], second["strict"]["value"]) == (1.0, 0.7)
-    assert (second["strict"]["gained"], second["strict"]["lost"]) == (0, 6)
-    assert second["strict"]["p"] == pytest.approx(2 * 0.5**6)
-    assert second["right"]["strict"] == "0" * 6 + "1" * 14
+        urls = ["--url", f"stored={stored},other={other}", "--likelihood", "10"]
+        command.main(["serve-accuracy", *words, *urls])
+    first, second = Record.read(out).rows
+    assert (first["strict"], second["strict"], second["variant"]) == (1.0, 0.7, "other")
+    assert second["strict_p"] == pytest.approx(2 * 0.5**6) and "strict_p" not in first
     assert "What is" not in out.read_text()
     letters = 10 * len(" #### 1")  # of ten solutions; the other server does not know six of them
-    assert first["likelihood"] == {"tokens": letters, "nats": 1.0}
-    likelihood = second["likelihood"]
-    assert (likelihood["nats"], likelihood["difference"]) == (pytest.approx(1.6), pytest.approx(0.6))
-    assert likelihood["same_likeliest"] == pytest.approx(0.4) and likelihood["p"] < 0.01
+    assert (first["solution_tokens"], first["nats"]) == (letters, 1.0)
+    assert (second["nats"], second["more_nats"]) == (pytest.approx(1.6), pytest.approx(0.6))
+    assert second["same_likeliest"] == pytest.approx(0.4) and second["nats_p"] < 0.01

@@ -1,29 +1,22 @@
-"""vLLM's load test: cases, engines, servers that are waited for, trials that are added to a record."""
+"""vLLM's load test: loads, turns, servers that are waited for, answers and kernels that are compared."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from project import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
+from benchmarks.machine import processes, processor_seconds
+from benchmarks.runner import Case
+from benchmarks.vllm import Load, compare_answers, compared, end, fork, launches_of_trace, time_of_experts
+from benchmarks.vllm_load import LOADED, Cores, Server, free_port, in_turns
 
-import vllm_bench_serve
-from server_processes import Cores, processes, processor_seconds
-from vllm_kernels import kernels_of_trace, time_of_experts
-from vllm_load import Case
-from vllm_servers import LOADED, Engine, Server, free_port
-from vllm_serving import end, fork
-
-ENGINE = Engine("tiny-gpt-oss", "ours")
+ENGINE = Case.of(model="tiny-gpt-oss", backend="ours")
 FAR = 120.0
 
 
@@ -31,36 +24,46 @@ def server(log: Path, work: Any) -> Server:
     return Server(ENGINE, log.parent, fork(work, log), free_port(), log)
 
 
-def test_a_case_and_its_warm_up() -> None:
-    prefill, decode = Case.parse("128@32:65536/1"), Case.parse("256@64:1/4096")
-    assert prefill == Case(128, 32, 65536, 1) and prefill.warm_up == Case(1, 32, 65536, 1)
-    assert decode.warm_up == Case(64, 64, 1, 16)
-    assert decode.repeats == 1 and Case.parse("1@1:1/512").repeats == 3
-    figures = {"total_input_tokens": 800, "total_output_tokens": 40, "duration": 2.0}
-    assert (prefill.rate(figures), decode.rate(figures)) == (400.0, 20.0)
+def test_a_load_and_its_warm_up() -> None:
+    prefill, decode = Load.parse("128@32:65536/1"), Load.parse("256@64:1/4096")
+    assert prefill == Load(128, 32, 65536, 1) and prefill.warm_up == Load(1, 32, 65536, 1)
+    assert decode.warm_up == Load(64, 64, 1, 16)
+    assert decode.repeats == 1 and Load.parse("1@1:1/512").repeats == 3
 
 
-def test_models_have_cases_of_their_own_and_come_one_after_the_other(tmp_path: Path) -> None:
-    cases = vllm_bench_serve.cases_of_models(["4@2:8/1", "qwen3-30b=1@1:1/8"], ["tiny-gpt-oss", "qwen3-30b"])
-    prefill, decode = Case(4, 2, 8, 1), Case(1, 1, 1, 8)
-    assert cases == {"tiny-gpt-oss": [prefill], "qwen3-30b": [prefill, decode]}
-    engines = [Engine("qwen3-30b", "ours"), ENGINE, Engine("qwen3-30b", "humming")]
+def test_servers_of_a_model_take_turns_and_models_come_one_after_the_other(tmp_path: Path) -> None:
+    prefill, decode = Load(4, 2, 8, 1), Load(1, 1, 1, 8)
+    engines = [Case.of(model="qwen3-30b", backend="ours"), ENGINE, Case.of(model="qwen3-30b", backend="humming")]
+    loads = {engines[0]: [prefill, decode], ENGINE: [prefill], engines[2]: [prefill]}
     servers = [Server(engine, tmp_path, 0, 0, tmp_path) for engine in engines]
-    asked = [(trial, case, server.engine) for trial, case, server in vllm_bench_serve.in_turns(servers, cases, 2)]
-    assert asked[:2] == [(0, prefill, ENGINE), (1, prefill, ENGINE)]
-    one_trial = [(prefill, engines[0]), (prefill, engines[2]), *[(decode, engines[0])] * 3, *[(decode, engines[2])] * 3]
-    assert asked[2:] == [(trial, case, engine) for trial in (0, 1) for case, engine in one_trial]
-    for wrong in ("other=4@2:8/1", "4@2"):
-        with pytest.raises((KeyError, ValueError)):
-            vllm_bench_serve.cases_of_models([wrong], ["qwen3-30b"])
+    asked = [(trial, load, server.engine) for trial, server, load in in_turns(servers, loads, 2)]
+    one_trial = [(prefill, engines[0]), (prefill, engines[2]), *[(decode, engines[0])] * 3]
+    assert asked[:-2] == [(trial, load, engine) for trial in (0, 1) for load, engine in one_trial]
+    assert asked[-2:] == [(0, prefill, ENGINE), (1, prefill, ENGINE)]
 
 
-def test_engines() -> None:
-    assert Engine.parse("tiny-gpt-oss:ours") == ENGINE and not ENGINE.fills
-    assert Engine.parse("qwen3-v4-experts:humming").fills
-    for wrong in ("tiny-gpt-oss", "tiny-gpt-oss:other", "other:ours"):
-        with pytest.raises(argparse.ArgumentTypeError, match=wrong):
-            Engine.parse(wrong)
+def answers(given: list[float], tokens: list[int], margins: list[float]) -> dict[str, Any]:
+    return {"given": [given], "tokens": [tokens], "margins": [margins]}
+
+
+def test_answers_may_part_only_where_tokens_are_tied() -> None:
+    given = answers([-1.0, -2.0], [5, 6, 7], [3.0, 0.1, 2.0])
+    near, far = answers([-1.0, -2.2], [5, 9, 9], [0.0] * 3), answers([-1.0, -2.0], [8, 6, 7], [0.0] * 3)
+    first, second = (compared(given, each, 6, "bf16") for each in (near, far))
+    assert first["within_bound"] and first["equal_where_not_tied"] and first["same_answers"] == 0
+    assert first["largest"] == pytest.approx(0.2) and first["mean"] == pytest.approx(0.1)
+    assert second["within_bound"] and not second["equal_where_not_tied"]
+    assert not compared(given, near, 1, "bf16")["within_bound"]  # of one layer the largest counts, not the mean
+
+
+def test_answers_are_compared_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+    for backend, tokens in (("ours", [1, 2]), ("marlin", [1, 3])):
+        file = tmp_path / f"tiny-gpt-oss-{backend}.answers.json"
+        file.write_text(json.dumps(answers([-1.0], tokens, [1.0, 0.5])), encoding="utf-8")
+    found = compare_answers(tmp_path, ENGINE)
+    assert (found["against"], found["largest_margin"]) == ("marlin", 0.5)
+    assert compare_answers(tmp_path, ENGINE.replace(backend="marlin")) == {}
+    assert compare_answers(tmp_path, ENGINE.replace(model="qwen3-30b")) == {}
 
 
 def test_a_server_that_says_it_has_loaded_is_not_waited_for_longer(tmp_path: Path) -> None:
@@ -81,17 +84,6 @@ def test_a_server_that_ended_is_not_waited_for_and_says_why(tmp_path: Path) -> N
     ended.wait_for_weights(begin + FAR)
     assert ended.wait(begin + FAR) == "the server ended: out of memory"
     assert time.monotonic() - begin < FAR / 2
-
-
-def test_trials_are_added_to_the_server_of_their_model() -> None:
-    others = {"model": "gpt-oss-120b", "backend": "ours", "cases": []}
-    record: dict[str, Any] = {"servers": [others, {"model": "tiny-gpt-oss", "backend": "ours", "cases": []}]}
-    case = Case(4, 2, 8, 1)
-    for seconds in (1.0, 4.0, 2.0):
-        vllm_bench_serve.add_trial(record, ENGINE, case, {"total_input_tokens": 32, "duration": seconds})
-    vllm_bench_serve.add_trial(record, ENGINE, case, {"failure": "3 of 4 prompts were answered"})
-    (held,) = record["servers"][1]["cases"]
-    assert held["tokens_per_s"] == 16.0 and len(held["trials"]) == 4 and not others["cases"]
 
 
 def test_processes_of_a_server_are_put_on_cores_and_their_time_is_counted(tmp_path: Path) -> None:
@@ -136,6 +128,5 @@ def test_time_of_experts_counts_overlapping_launches_once(tmp_path: Path) -> Non
     trace = tmp_path / "a.pt.trace.json.gz"
     with gzip.open(trace, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = time_of_experts(kernels_of_trace(trace), ["gemm"], steps=2)
-    assert (found["experts_us_per_step"], found["experts_busy_us_per_step"]) == (10.0, 7.0)
-    assert found["us_per_step"] == 25.0 and list(found["all"]) == ["attention", "decode_gemm"]
+    found = time_of_experts(launches_of_trace(trace), ["gemm"], steps=2)
+    assert found == {"experts_sum_us": 10.0, "experts_us": 7.0, "all_us": 25.0}

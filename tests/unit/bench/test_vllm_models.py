@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
-from project import ROOT
 
+from benchmarks import vllm
+from benchmarks.models import write_tokenizer
 from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.naming import find_family
-
-sys.path.insert(0, str(ROOT / "benchmarks" / "old"))
-
-import vllm_models
 
 
 @pytest.mark.parametrize("first", [0, 990, 1500])
 def test_text_is_as_long_as_its_ids_and_within_the_bound_of_vllm(tmp_path: Path, first: int) -> None:
     transformers = pytest.importorskip("transformers")
-    vllm_models.word_tokenizer(tmp_path, 2048)
+    write_tokenizer(tmp_path, 2048, [])
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = list(range(first, first + 512))
     text = tokenizer.decode(ids)
@@ -31,7 +27,7 @@ def test_text_is_as_long_as_its_ids_and_within_the_bound_of_vllm(tmp_path: Path,
 
 
 def test_stacked_experts_have_the_names_and_bytes_that_the_config_suggests() -> None:
-    config = config_of_model(vllm_models.MODELS["tiny-qwen3"])
+    config = config_of_model(vllm.MODELS["tiny-qwen3"])
     expected = expected_headers(config, find_family(config.model), 1)
-    made = {name: math.prod(shape) for name, _, shape in vllm_models.stacked_experts(dict(config.model), 1)}
+    made = {name: math.prod(shape) for name, _, shape in vllm.stacked_experts(dict(config.model), 1)}
     assert made == {name: math.prod(stored.shape) for name, stored in expected.items()}

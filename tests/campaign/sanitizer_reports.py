@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from sanitize_barriers import EVENT, Code, State, Wait, barriers_before, parse_sass, states, states_until
+from sass_barriers import EVENT, Code, State, Wait, barriers_before, parse_sass, states, states_until
 
 # A place in a kernel, as different versions of the tool write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (

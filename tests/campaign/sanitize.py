@@ -1,20 +1,18 @@
 """Every branch of the GPU kernels under compute-sanitizer, with layers small enough to finish in minutes.
 
-    python benchmarks/sanitize.py [--tools memcheck,racecheck] [--out FILE] [--total 230] [--jobs 12]
-    python benchmarks/sanitize.py --gpus sm_80        only kernels of these GPUs
-    python benchmarks/sanitize.py --list              the cases, and those that the backend refuses; needs no GPU
-    python benchmarks/sanitize.py --compile           only fill the kernel cache; needs no GPU
-    python benchmarks/sanitize.py --judge FILE        judge a saved run again, with the same kernels; needs no GPU
+    python -m benchmarks sanitize tool=memcheck,racecheck --seconds 230 --jobs 12
+    python -m benchmarks sanitize --gpus sm_80        only kernels of these GPUs
+    python tests/campaign/sanitize.py --cases         the layers, and those that the backend refuses; needs no GPU
+    python tests/campaign/sanitize.py --judge         judge the last run again, with the same kernels; needs no GPU
 
 Several processes run under each tool at the same time. Each takes the next case from the tool's list, largest first, so
 that they finish together. Kernels are compiled beforehand, without a tool. Inputs are made on the CPU and copied, so
 that the sanitizer sees almost only our kernels; every tensor is its own allocation, so that memcheck detects accesses
-past its end. Exits with 1 if a tool found something or did not finish its list.
+past its end.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -29,10 +27,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from machine import gpu_machine, origin, result_path
-from result_files import write_record
-from sanitize_cases import HOPPER, Case, compute, kernels_of, supported_cases, use_tiles_of_large_layers
-from sanitize_report import Variants, count_ordered, explain, findings
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import sanitizer_cases as layers  # noqa: E402
+from sanitizer_cases import HOPPER  # noqa: E402
+from sanitizer_reports import Variants, count_ordered, explain, findings  # noqa: E402
+
+from benchmarks.runner import Case, Run, subject  # noqa: E402
 
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),
@@ -47,10 +49,11 @@ KEPT_LINES = 120
 START_SECONDS = 20  # until a process reaches its first case; with less time left none is started
 PRINT_LIMIT = "10000"  # findings of one process
 DONE = "all cases done"
+RAW = ROOT / "build" / "sanitize.json"  # what the tools said in the last run
 LOST = ("Maximum number of hazards", "print limit")  # the tool left out findings
 
 
-def compute_cases(tool: str, taken: Path, cases: list[Case]) -> None:
+def compute_cases(tool: str, taken: Path, cases: list[layers.Case]) -> None:
     """Runs under a tool: computes each case that no other process has taken, and checks the result for NaN."""
     import torch
 
@@ -59,7 +62,7 @@ def compute_cases(tool: str, taken: Path, cases: list[Case]) -> None:
             continue
         print(f"case {number}: {case.label}", flush=True)
         start = time.perf_counter()
-        result = compute(case)
+        result = layers.compute(case)
         assert not torch.isnan(result).any(), f"NaN in the result of {case.label}"
         print(f"took {time.perf_counter() - start:.2f} s", flush=True)
     print(DONE, flush=True)
@@ -74,11 +77,11 @@ def take_case(mark: Path) -> bool:
     return True
 
 
-def compile_all(cases: list[Case]) -> int:
+def compile_all(cases: list[layers.Case]) -> int:
     """Fill the kernel cache: processes under a tool must not compile."""
     from lancebill.jit.build import build_all
 
-    sources = {source for case in cases for source in kernels_of(case)}
+    sources = {source for case in cases for source in layers.kernels_of(case)}
     failed = build_all(sources)
     for source, why in failed.items():
         print("does not compile:", source.label, why[-300:])
@@ -90,7 +93,7 @@ def run_process(tool: str, taken: Path, limit: float, gpus: str) -> dict[str, An
     command = [
         SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
         "--print-limit", PRINT_LIMIT, "--launch-timeout", "60", "--show-backtrace", "no", *TOOLS[tool],
-        sys.executable, __file__, "--work", tool, "--taken", str(taken), "--gpus", gpus,
+        sys.executable, __file__, "--work", tool, str(taken), gpus,
     ]  # fmt: skip
     environment = {
         **os.environ, "LANCEBILL_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
@@ -121,7 +124,7 @@ def run_process(tool: str, taken: Path, limit: float, gpus: str) -> dict[str, An
     }
 
 
-def kernel_variants(cases: list[Case], lines: list[str]) -> Variants:
+def kernel_variants(cases: list[layers.Case], lines: list[str]) -> Variants:
     """Disassembled kernels by case and name; those that a report names are disassembled in parallel.
 
     Of PTX there are none: its machine code is the driver's, so nothing excuses a finding.
@@ -130,7 +133,7 @@ def kernel_variants(cases: list[Case], lines: list[str]) -> Variants:
 
     def sources(label: str, kernel: str) -> list[Any]:
         case = by_label.get(label)
-        of_case = kernels_of(case) if case and case.gpu == HOPPER else []
+        of_case = layers.kernels_of(case) if case and case.gpu == HOPPER else []
         return [source for source in of_case if source.kernel == kernel]
 
     @cache
@@ -158,7 +161,7 @@ def disassembled(source: Any) -> str:
 
 
 def clean(result: dict[str, Any]) -> bool:
-    """It finished, and reported nothing but accesses that barriers order (see `sanitize_report.count_ordered`)."""
+    """It finished, and reported nothing but accesses that barriers order (see `sanitizer_reports.count_ordered`)."""
     if not result["finished"] or result["lost"] or result["unordered"]:
         return False
     if (
@@ -169,12 +172,11 @@ def clean(result: dict[str, Any]) -> bool:
     return bool(result["status"] == 0 or (result["status"] == FOUND and sum(counts) == result["ordered"] > 0))
 
 
-def verdict_of(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[str, Any]:
+def verdict_of(tool: str, results: list[dict[str, Any]], cases: list[layers.Case]) -> dict[str, Any]:
     """The verdict of all processes of a tool."""
     finished = {label: seconds for result in results for label, seconds in result["cases"].items()}
     missing = [case.label for case in cases if case.label not in finished]
     found = any(result["unordered"] or (result["finished"] and not clean(result)) for result in results)
-    slowest = sorted(finished.items(), key=lambda item: -item[1])[:5]
     return {
         "tool": tool,
         "verdict": "FOUND" if found else "clean" if results and not missing else "NOT FINISHED",
@@ -182,33 +184,31 @@ def verdict_of(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> d
         "missing": missing,
         "ordered": sum(result["ordered"] for result in results),
         "unordered": sum(result["unordered"] for result in results),
-        "slowest": dict(slowest),
     }
 
 
-def run_tools(tools: list[str], cases: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def run_tools(tools: list[str], cases: list[layers.Case], run: Run) -> list[dict[str, Any]]:
     """Run up to `jobs` processes at a time; when one ends, another starts for a tool with cases left."""
-    jobs = arguments.jobs
+    jobs = run.options.jobs
     initial = [tool for tool in tools for _ in range(max(1, jobs * SHARES[tool] // sum(SHARES[t] for t in tools)))]
     helpers = sorted(tools, key=lambda tool: -SHARES[tool]) * jobs
-    end = time.perf_counter() + arguments.total
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder)
 
         def run_if_useful(task: tuple[int, str]) -> dict[str, Any] | None:
             number, tool = task
             cases_left = len(cases) - len(list(taken.glob(f"{tool}-*")))
-            time_left = min(arguments.limit, end - time.perf_counter())
+            time_left = min(run.options.limit, run.seconds_left)
             if number >= len(initial) and (cases_left < 2 * SHARES[tool] or time_left < START_SECONDS):
                 return None
-            return run_process(tool, taken, time_left, arguments.gpus)
+            return run_process(tool, taken, time_left, run.options.gpus)
 
         with ThreadPoolExecutor(jobs) as pool:
             results = list(pool.map(run_if_useful, enumerate([*initial, *helpers])))
     return [result for result in results if result is not None]
 
 
-def report(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[str, Any]:
+def report(tool: str, results: list[dict[str, Any]], cases: list[layers.Case]) -> dict[str, Any]:
     """Print one line for each process and its findings; return the verdict of the tool."""
     variants = kernel_variants(cases, [line for result in results for line in result["said"]])
     for result in results:
@@ -223,53 +223,44 @@ def report(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[
     return verdict_of(tool, results, cases)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", default=",".join(TOOLS), help="default: all four")
-    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/sanitize")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for each process")
-    parser.add_argument("--total", type=float, default=3600, help="seconds for all processes")
-    parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
-    parser.add_argument("--gpus", default="", help="for example sm_90,sm_80; default: all")
-    parser.add_argument("--list", action="store_true", help="print the cases")
-    parser.add_argument("--compile", action="store_true", help="only fill the kernel cache")
-    parser.add_argument("--judge", type=Path, metavar="FILE", help="a file that an earlier run saved")
-    parser.add_argument("--work", metavar="TOOL", help="compute cases in this process (the sanitizer starts it)")
-    parser.add_argument("--taken", type=Path, help="folder in which processes mark the cases they took")
-    arguments = parser.parse_args()
-    use_tiles_of_large_layers()
-    cases, refused = supported_cases()
-    cases = [case for case in cases if case.gpu in (arguments.gpus or case.gpu).split(",")]
-    if arguments.work:
-        compute_cases(arguments.work, arguments.taken, cases)
+@subject(
+    "sanitize", lambda: Case.product(tool=tuple(TOOLS)), device="cuda", gpus=("", "for example sm_90,sm_80; else all"),
+    jobs=(12, "processes at a time"), limit=(600.0, "seconds for each process"),
+)  # fmt: skip
+def sanitize(run: Run) -> None:
+    """Every branch of the GPU kernels under compute-sanitizer, with layers small enough to finish in minutes."""
+    cases, refused = chosen_cases(run.options.gpus)
+    print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
+    results = run_tools([case["tool"] for case in run.cases], cases, run)
+    run.facts |= {"cases": len(cases), "refused": len(refused)}
+    RAW.parent.mkdir(exist_ok=True)
+    RAW.write_text(json.dumps(results), encoding="utf-8")  # before the findings are explained, which may take long
+    for case in run.cases:
+        verdict = report(case["tool"], [result for result in results if result["tool"] == case["tool"]], cases)
+        run.add(case, {name: verdict[name] for name in ("verdict", "ended", "ordered", "unordered")})
+        for label in verdict["missing"]:
+            run.skip(f"{case['tool']}: {label}", "did not end")
+
+
+def chosen_cases(gpus: str) -> tuple[list[layers.Case], dict[str, str]]:
+    layers.use_tiles_of_large_layers()
+    cases, refused = layers.supported_cases()
+    return [case for case in cases if case.gpu in (gpus or case.gpu).split(",")], refused
+
+
+def main(words: list[str]) -> None:
+    if words[:1] == ["--work"]:  # the sanitizer starts it
+        compute_cases(words[1], Path(words[2]), chosen_cases("".join(words[3:]))[0])
         return
-    for label, reason in refused.items():
-        print(f"refused: {label}: {reason}")
-    if arguments.list:
-        print(*(f"case: {case.label}" for case in cases), sep="\n")
+    cases, refused = chosen_cases("")
+    if words == ["--judge"]:
+        results = json.loads(RAW.read_text(encoding="utf-8"))
+        for tool in dict.fromkeys(result["tool"] for result in results):
+            print(report(tool, [result for result in results if result["tool"] == tool], cases))
         return
-    tools = arguments.tools.split(",")
-    if arguments.judge:
-        record: dict[str, Any] = json.loads(arguments.judge.read_text())
-    else:
-        print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
-        if arguments.compile:
-            return
-        results = run_tools(tools, cases, arguments)
-        record = {"machine": gpu_machine(), **origin(Path(__file__).name), "cases": [case.label for case in cases]}
-        record |= {"refused": refused, "results": results}
-        if arguments.out is None:
-            arguments.out = result_path("sanitize", "cuda")
-        # Saved before the findings are explained, which may take long.
-        write_record(arguments.out, record)
-    of_tools = {tool: [result for result in record["results"] if result["tool"] == tool] for tool in tools}
-    record["verdicts"] = [report(tool, results, cases) for tool, results in of_tools.items()]
-    if arguments.out:
-        write_record(arguments.out, record)
-    for verdict in record["verdicts"]:
-        print(", ".join(f"{name} {value}" for name, value in verdict.items()))
-    sys.exit(0 if all(verdict["verdict"] == "clean" for verdict in record["verdicts"]) else 1)
+    print(*(f"refused: {label}: {reason}" for label, reason in refused.items()), sep="\n")
+    print(*(f"case: {case.label}" for case in cases), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,15 +1,13 @@
 """Many clients on `lancebill serve`, some of which misbehave: statuses, requests that never end, memory over time.
 
-    python benchmarks/serve_stress.py --model PATH [--clients 50] [--seconds 1800] [--weights mxfp4]
+    python -m benchmarks serve --model PATH
 
-Starts the server. Clients stream answers or wait for them, leave in the middle, send malformed or huge bodies, or send
-slowly. Then one more request, SIGTERM, and a record in benchmarks/results/serve. A request is stuck if it is still open
-two minutes after the last one was sent.
+Clients stream answers or wait for them, leave in the middle, send malformed or huge bodies, or send slowly. Then one
+more request, and SIGTERM. A request is stuck if it is still open two minutes after the last one was sent.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
@@ -27,29 +25,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from machine import origin, result_path
-from result_files import write_record
+from benchmarks.machine import memory_bytes
+from benchmarks.runner import Case, Run, subject
 
 TIMEOUT = 120.0
 HEADERS = {"Content-Type": "application/json"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder")
-    parser.add_argument("--weights", default="mxfp4", help="weight spec of the experts")
-    parser.add_argument("--clients", type=int, default=50, help="concurrent clients")
-    parser.add_argument("--seconds", type=float, default=1800, help="how long requests are sent")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens per answer")
-    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/serve")
-    chosen = parser.parse_args()
-    url, server = start_server(chosen.model, chosen.weights)
-    try:
-        found = stress(url, server.pid, chosen)
-    finally:
-        server.send_signal(signal.SIGTERM)
-    found["exit_code_after_sigterm"] = server.wait(timeout=TIMEOUT)
-    save(chosen, found)
+@subject("serve", lambda: [Case.of(clients=50, seconds=1800)], model=(Path, "a checkpoint folder"),
+         weights=("mxfp4", "spec of the experts"), tokens=(8, "of an answer"))  # fmt: skip
+def serve(run: Run) -> None:
+    """Clients on `lancebill serve` that cut streams off, send malformed and huge bodies, or send slowly."""
+    for case in run.cases:
+        url, server = start_server(run.options.model, run.options.weights)
+        try:
+            found = stress(url, server.pid, case, run.options.tokens)
+        finally:
+            server.send_signal(signal.SIGTERM)
+        run.add(case, {**found, "exit_code_after_sigterm": server.wait(timeout=TIMEOUT)})
 
 
 def start_server(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes]]:
@@ -70,35 +63,31 @@ def start_server(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes
             time.sleep(0.2)
 
 
-def stress(url: str, pid: int, chosen: argparse.Namespace) -> dict[str, Any]:
+def stress(url: str, pid: int, case: Case, tokens: int) -> dict[str, Any]:
     """All clients at once, memory once a second; then one more request, which must be answered."""
-    end = time.monotonic() + chosen.seconds
+    end = time.monotonic() + case["seconds"]
     with urllib.request.urlopen(f"{url}/models", timeout=TIMEOUT) as listed:
         model = json.load(listed)["data"][0]["id"]
-    clients = [Client(url, model, number, chosen.tokens) for number in range(chosen.clients)]
+    clients = [Client(url, model, number, tokens) for number in range(case["clients"])]
     threads = [threading.Thread(target=client.work, args=(end,), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
     memory = []
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end + TIMEOUT:
-        memory.append(resident_megabytes(pid))
+        memory.append(memory_bytes(pid)["VmRSS"] / 2**20)
         time.sleep(1)
-    last = Client(url, model, -1, chosen.tokens)
+    last = Client(url, model, -1, tokens)
     last.record("after", last.answer)
-    quarter = max(1, len(memory) // 4)
     outcomes = sum((client.outcomes for client in (*clients, last)), Counter())
     return {
-        "outcomes": {f"{kind}: {what}": count for (kind, what), count in sorted(outcomes.items())},
+        "requests": outcomes.total(),
         "server_errors": sum(count for (_, what), count in outcomes.items() if what.startswith("5")),
         "stuck": sum(thread.is_alive() for thread in threads),
-        "answers_after": outcomes["after", "200"] == 1,
-        "slowest_seconds": round(max(client.slowest for client in clients), 2),
-        "resident_mb": {
-            "after_a_quarter": memory[quarter - 1],
-            "at_the_end": memory[-1],
-            "most": max(memory),
-        },
-    }
+        "afterwards": "answers" if outcomes["after", "200"] == 1 else "does not answer",
+        "slowest_seconds": max(client.slowest for client in clients),
+        "quarter_mb": memory[max(1, len(memory) // 4) - 1], "end_mb": memory[-1], "most_mb": max(memory),
+        "outcomes": {f"{kind}: {what}": count for (kind, what), count in sorted(outcomes.items())},
+    }  # fmt: skip
 
 
 class Client:
@@ -202,34 +191,3 @@ class Client:
 
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(*self.address, timeout=TIMEOUT)
-
-
-def resident_megabytes(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return round(kilobytes / 1024, 1)
-
-
-def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    from lancebill.cli.env import describe
-
-    machine = describe()
-    document = {
-        **origin(Path(__file__).name),
-        "machine": {
-            "cpu": machine["cpu"],
-            "python": machine["python"],
-            **{name: machine["packages"][name] for name in ("torch", "transformers")},
-        },
-        "clients": chosen.clients,
-        "seconds": chosen.seconds,
-        "tokens": chosen.tokens,
-        **found,
-    }
-    path = chosen.out or result_path("serve")
-    write_record(path, document)
-    print(json.dumps(document, indent=1))
-
-
-if __name__ == "__main__":
-    main()
