@@ -23,6 +23,7 @@ from whole_model import check_model, requantised
 
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.checkpoint.resolve.other_modules import find_module
+from lancebill.cli.convert import run_conversion, target_of
 from lancebill.errors import LancebillError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format, Module, Part, Stored
@@ -40,13 +41,8 @@ SIZES = {"hidden_size": 256, "head_dim": 64, "vocab_size": 256}
 ALL_EXPERTS = {"num_experts_per_tok": 8}  # no choice of experts that rounding could flip
 INNER = {"moe_intermediate_size": 256, "intermediate_size": 256}
 TOKENS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
-# Formats of one family's experts alone, and of files without a config: they have cells of their own.
-OTHERWISE = {
-    "deepseek_v4": "its own family's alone",
-    "dense": "nothing is quantised",
-    "gguf": "all architectures",
-    "mxfp4": "gpt-oss keeps its attention",
-}
+OTHERWISE = {"dense": "nothing is quantised", "gguf": "all architectures"}  # formats without cells as the others have
+ONE_FAMILY = ("deepseek_v4", "mxfp4")  # formats of one family's experts
 PAIRS: tuple[tuple[str | None, Any], ...] = (
     (None, "int8"), ("mxfp4", None), ("mxfp4", "int8"), ("int4-g32", "int4-g32"), ("int4-g128", "mxfp4"),
     ("nvfp4", "fp8-channel"), ("fp8-block", "fp8-block"), ("int8", "int4-g32-zp"), ("mxfp8", "nvfp4"),
@@ -57,6 +53,8 @@ PAIRS: tuple[tuple[str | None, Any], ...] = (
 def model_cells() -> Iterator[Cell]:
     for name, example in format_examples():
         yield Cell("format", f"{name} {example.name}", 1, partial(run_format, name, example))
+    yield Cell("format", "deepseek_v4 fp8 and fp4", 1, run_deepseek_v4)
+    yield Cell("format", "mxfp4 gpt-oss", 1, run_gpt_oss)
     for experts, rest in PAIRS:
         yield Cell("pair", f"{experts} and {rest}", 1, partial(run_pair, experts, rest))
     for name in dict.fromkeys(name for row in TABLE for name in judged_types(row)):
@@ -69,7 +67,7 @@ def format_examples() -> Iterator[tuple[str, Example]]:
     """Of each format those whose specs no other one has, and at least one."""
     seen = set()
     for name, fmt in registry().items():
-        examples = [] if name in OTHERWISE else list(fmt.examples())
+        examples = [] if name in (*OTHERWISE, *ONE_FAMILY) else list(fmt.examples())
         new = [example for example in examples if example.scheme.spec not in seen]
         for example in new or examples[:1]:
             if example.scheme.spec not in seen or not new:
@@ -86,10 +84,12 @@ def gguf_models() -> list[str]:
     return [f"{architecture} {family}" for architecture, family, _ in files]
 
 
-def source(folder: Path, **more: Any) -> Path:
+def source(folder: Path, family: str = FAMILY, **more: Any) -> Path:
     """An unquantised model in bf16, with tensors for each expert."""
-    with patch.dict(tiny.COMMON, {**SIZES, **ALL_EXPERTS, **more}), patch.dict(tiny.FAMILIES[FAMILY], INNER):
-        assert tiny.save_model(transformers, FAMILY, folder)
+    sizes = {**SIZES, **ALL_EXPERTS, **more}
+    with patch.dict(tiny.COMMON, sizes), patch.dict(tiny.FAMILIES[family], {**INNER, **more}):
+        if not tiny.save_model(transformers, family, folder):
+            raise SkipTest(f"transformers {transformers.__version__} has no {family}")
     transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -145,6 +145,39 @@ def chooser(fmt: Format, example: Example, inputs: Mapping[str, Tensor]) -> Call
         return fmt.scheme(example.config, Module(module, headers)) == example.scheme
 
     return is_quantised
+
+
+def run_deepseek_v4(place: Place) -> Notes:
+    """Attention in blocks of fp8, experts in fp4."""
+    folder = place.folder
+    first = source(folder / "source", "deepseek_v4", q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128)
+    examples = {example.name: example for example in registry()["deepseek_v4"].examples()}
+    fp4, fp8 = examples["fp4-I8"], examples["fp8-F8_E8M0"]
+    quant = {"quant_method": "fp8", **fp4.config.quant}
+    copied = partial(tiny.quantized_copy, quant=quant)
+    copied(first, folder / "attention", folder / "plain attention", scheme=fp8.scheme, is_quantised=_is_v4_attention)
+    for before, packed, plain in (("attention", "packed", "-"), ("plain attention", "--", "plain")):
+        copied(
+            folder / before, folder / packed, folder / plain, scheme=fp4.scheme, is_quantised=lambda m: ".experts." in m
+        )
+    return check_model(folder / "packed", plain_model(folder / "plain"), place.device, folder / "saved", TOKENS, {})
+
+
+def _is_v4_attention(module: str) -> bool:
+    return module.endswith((".wq_a", ".wq_b", ".wkv", ".wo_b")) and "compressor" not in module
+
+
+def run_gpt_oss(place: Place) -> Notes:
+    """As it is published: MXFP4 experts with biases, everything else in bf16."""
+    folder, packed = source(place.folder / "source", "gpt_oss"), place.folder / "packed"
+    run_conversion(folder, packed, target_of("mxfp4", "mxfp4"), {"search": False})
+    reference = plain_model(folder)
+    with torch.no_grad():
+        for layer in reference.model.layers:
+            for stack in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+                for expert in stack:
+                    expert.copy_(requantised(expert.T, parse_spec("mxfp4")).T)
+    return check_model(packed, reference, place.device, place.folder / "saved", TOKENS, {})
 
 
 @torch.no_grad()
