@@ -26,12 +26,12 @@ from tiny_models import (  # noqa: E402
 )
 
 import lancebill  # noqa: E402
-from lancebill.checkpoint.resolve.naming import TABLE  # noqa: E402
+from lancebill.checkpoint.resolve.naming import REMOTE_CODE, TABLE  # noqa: E402
 from lancebill.cli.verify import examine  # noqa: E402
 from lancebill.errors import UnsupportedFormat  # noqa: E402
 from lancebill.integrations.transformers.packed_experts import packed_experts  # noqa: E402
 from lancebill.integrations.transformers.pretrained import class_of, packed_class  # noqa: E402
-from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families  # noqa: E402
+from lancebill.testing.families import TRANSFORMERS, WITHOUT_ROW, families  # noqa: E402
 
 HUB, STACKED = "hub", "stacked"
 UNWRITABLE = {(name, HUB) for name in UNWRITABLE_NAMES}

@@ -90,6 +90,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
         "code2wav_config": {"decoder_dim": 32},
     },
+    "qwen3_vl_moe": {"text_config": {"moe_intermediate_size": 24}},  # transformers tells orientations by their shapes
     "step3p7": {"text_config": {"sliding_window": 8, "swiglu_limits": [None, 0.05], **_SPARSE}},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -5,7 +5,7 @@ The latter are written with the schemes of the formats' own examples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import Naming
-from lancebill.checkpoint.write.convert import ConvertOptions, convert
+from lancebill.checkpoint.write.convert import ConvertOptions, convert, plan_conversion
 from lancebill.checkpoint.write.plan_output import plan_output
 from lancebill.checkpoint.write.target import Target, choose_target
 from lancebill.formats import registry
-from lancebill.formats.base import Example, Format, Scheme
+from lancebill.formats.base import Example, Format, Loading, Scheme
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 
@@ -75,6 +75,12 @@ class WrittenByExample:
         """The example's config. Dense modules have no scales, which tells all these formats that they are dense."""
         return {"quant_method": self.example.config.method, **self.example.config.quant}, self.example.scheme
 
+    def leave_rest(self, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
+        return dict(config)
+
+    def in_transformers(self, spec: QuantSpec) -> Loading:
+        return self.format.in_transformers(spec)
+
 
 def target_of(kind: str) -> Target:
     if kind in CONVERTED:
@@ -110,12 +116,8 @@ def state_as_mlx(config: dict[str, Any]) -> None:
     config["quantization"] = config["quantization_config"]
 
 
-def write_dequantised(source: Path, destination: Path, plain: Path) -> None:
-    """A copy of the model with the same numbers, not quantised, under the names that the model `plain` has."""
-    with Checkpoint.open(plain) as checkpoint:
-        form = next(iter(manifests.build(checkpoint.config, checkpoint.headers).layers.values())).form
+def write_dequantised(source: Path, destination: Path) -> None:
+    """A copy of the model with the same numbers, not quantised."""
     with Checkpoint.open(source) as checkpoint:
-        manifest = manifests.build(checkpoint.config, checkpoint.headers)
-        renamed = {index: replace(layer, form=form) for index, layer in manifest.layers.items()}
-        output = plan_output(replace(manifest, layers=renamed), choose_target(parse_spec("fp32")), checkpoint.headers)
+        output = plan_conversion(checkpoint, choose_target(parse_spec("fp32")), ConvertOptions())
         convert(checkpoint, destination, output, ConvertOptions())

@@ -166,11 +166,11 @@ def converted(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
 
 
 def dequantised(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
-    """The model with the numbers of one of `kinds.KINDS`, as transformers would save it unquantised."""
-    source, plain = converted(family, kind, folder, seed), plain_model(family, folder, seed)
+    """The model with the numbers of one of `kinds.KINDS`, unquantised."""
+    source = converted(family, kind, folder, seed)
     made = folder / f"{family}-{seed}-{kind}-dequantised"
     if not made.exists():
-        kinds.write_dequantised(source, made, plain)
+        kinds.write_dequantised(source, made)
     return made
 
 

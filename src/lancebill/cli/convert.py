@@ -144,6 +144,7 @@ def _describe(
         "recast": list(report.recast),
         "dequantized": list(report.dequantized),
         "inputs_left_behind": report.dropped,
+        "unread_by_transformers": report.unread,
         "loss": {
             "layers": [{"layer": index, **asdict(loss)} for index, loss in sorted(report.layers.items())],
             "total": asdict(report.total),
@@ -180,6 +181,9 @@ def show(summary: Mapping[str, Any], out: Console) -> None:
     for role, count in summary["inputs_left_behind"].items():
         word = "folded into the weights" if role == "pre_quant_scale" else "dropped: the output is weight-only"
         out.print(f"{count} {role} tensors {word}")
+    if summary["unread_by_transformers"]:
+        why = escape(summary["unread_by_transformers"])
+        out.print(f"[yellow]note[/]: transformers alone cannot load this: {why}; lancebill does", soft_wrap=True)
 
 
 def _loss_cells(loss: Loss) -> list[str]:

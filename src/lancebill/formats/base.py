@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -70,9 +71,9 @@ class Part:
     def shapes(self, n: int, k: int, dtype: str) -> list[tuple[int, ...]]:
         return [ax.shape(axes, n, k, self.ratio(dtype)) for axes in self.axes]
 
-    def usual_suffix(self, stacked: bool) -> str:
-        """The suffix to write: the last one where one tensor has all experts (`gate_up_proj`), else the first."""
-        return self.suffix[-1 if stacked else 0]
+    def usual_suffix(self, parameter: bool) -> str:
+        """The suffix to write: of a module the first, of a parameter with all experts (`gate_up_proj`) the last."""
+        return self.suffix[-1 if parameter else 0]
 
     @property
     def cuttable(self) -> bool:
@@ -265,6 +266,14 @@ class Example:
     bias: bool = False
 
 
+class Loading(Enum):
+    """What transformers does with experts of a spec in a format, if it knows their names."""
+
+    NO = "it does not load them"
+    ALONE = "it loads them, but beside them cannot merge other tensors"
+    YES = "it loads them"
+
+
 class Format(ABC):
     """A checkpoint format. A module of this package that defines `FORMAT = ...` is registered automatically."""
 
@@ -316,6 +325,17 @@ class Format(ABC):
             hint = "compressed-tensors stores rotated matrices"
             raise CannotEncode(f"{self.name} cannot store a rotation", where=self.name, got=spec, hint=hint)
         return self.export(spec, dense_modules)
+
+    def in_transformers(self, spec: QuantSpec) -> Loading:
+        """Whether plain transformers loads experts that `export` stores with this spec."""
+        return Loading.NO
+
+    def leave_rest(self, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
+        """A config of `export` that leaves out all modules but those below the module `experts`, in any spelling.
+
+        transformers has names of its own for many modules, and modules that no file stores, such as tied ones.
+        """
+        return dict(config)
 
     def unknown_keys(self, config: Config) -> list[str]:
         """Config keys with a value that are neither in `used` nor in `ignored`."""

@@ -41,6 +41,7 @@ from lancebill.formats.base import (
     Config,
     Example,
     Format,
+    Loading,
     Module,
     Part,
     Scheme,
@@ -132,6 +133,18 @@ class CompressedTensors(Format):
             expected="int2 to int8 per group or channel, fp8, nvfp4-div, mxfp4, mxfp6-e2m3 or mxfp8",
             got=spec,
         )
+
+    def in_transformers(self, spec: QuantSpec) -> Loading:
+        """It takes codes and scales of experts, and no other tensor; FP8 scales are multiplied without their blocks."""
+        if spec.rotation or spec.zero or len(spec.scales) > 1 or spec == MXFP8:
+            return Loading.NO
+        if spec.dtype != E4M3:
+            return Loading.ALONE
+        return Loading.YES if spec.scales[0].block in (CHANNEL, TENSOR) else Loading.NO
+
+    def leave_rest(self, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
+        inside = [name for name in config["ignore"] if f".{experts}." in name]
+        return {**config, "ignore": [rf"re:^(?!.*\.{experts}\.).*", *inside]}
 
     def add_modules(
         self, config: Mapping[str, Any], spec: QuantSpec, modules: Sequence[str]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lancebill.errors import CannotEncode
-from lancebill.formats.base import Config, Example, Format, Module, Scheme, Stored, dense
+from lancebill.formats.base import Config, Example, Format, Loading, Module, Scheme, Stored, dense
 from lancebill.numbers.spec import QuantSpec
 
 _STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -26,6 +26,9 @@ class Unquantized(Format):
         if spec.quantized:
             raise CannotEncode("an unquantised checkpoint stores bf16, fp16 or fp32", got=spec)
         return {}, dense(Module("", {".weight": Stored(_STORED[spec.dtype.name], ())}))
+
+    def in_transformers(self, spec: QuantSpec) -> Loading:
+        return Loading.YES
 
     def expert_module(self, config: Config, name: str) -> Module:
         stated = config.model.get("dtype", config.model.get("torch_dtype"))

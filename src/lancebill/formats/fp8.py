@@ -35,6 +35,7 @@ from lancebill.formats.base import (
     Config,
     Example,
     Format,
+    Loading,
     Module,
     Scheme,
     dense,
@@ -187,6 +188,9 @@ class Fp8(Format):
         if scale.dtype == E8M0:
             config["scale_fmt"] = POWER_OF_TWO
         return config, fp8_scheme(spec, stored)
+
+    def in_transformers(self, spec: QuantSpec) -> Loading:
+        return Loading.YES if min(spec.scales[0].block) > 1 else Loading.NO
 
     def examples(self) -> Iterator[Example]:
         blocks = {"weight_block_size": [128, 128]}

@@ -10,7 +10,7 @@ from typing import Any
 
 from lancebill.errors import CannotEncode
 from lancebill.formats._floats import FloatScheme, skip_list
-from lancebill.formats.base import FLOATS, Config, Example, Format, Module, Scheme, dense, part
+from lancebill.formats.base import FLOATS, Config, Example, Format, Loading, Module, Scheme, dense, part
 from lancebill.numbers.spec import MXFP4, QuantSpec
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -42,6 +42,9 @@ class GptOssMxfp4(Format):
         if spec != MXFP4:
             raise CannotEncode("gpt-oss checkpoints store MXFP4", expected=MXFP4, got=spec)
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(dense_modules)}, _SCHEME
+
+    def in_transformers(self, spec: QuantSpec) -> Loading:
+        return Loading.YES
 
     def examples(self) -> Iterator[Example]:
         quant = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

@@ -89,7 +89,7 @@ def _generate_projection(
             part = example.scheme.part(role)
             assert part is not None
             tensor = _oriented(tensor, part, stored in form.transposed)
-            name = module + part.usual_suffix(form.stacked)
+            name = module + part.usual_suffix(form.parameters)
             if form.stacked:
                 pieces.setdefault(name, []).append(tensor)
             else:

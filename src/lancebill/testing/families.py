@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lancebill.checkpoint.resolve.naming import REFUSED, TABLE, Naming
+from lancebill.checkpoint.resolve.naming import REFUSED, REMOTE_CODE, TABLE, Naming
 
 WITHOUT_ROW = REFUSED
 TRANSFORMERS = "5.23"  # the version that the lists are of
-# Rows from published configs: their code is on the hub, not in transformers, so no judge checks the routing.
-REMOTE_CODE = (
-    "arctic", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "deepseek", "ernie4_5_moe_vl", "grok-1",
-    "hunyuan", "kimi_k2", "kimi_k3", "mimo_v2", "minimax_m1", "minimax_text_01", "PanguProMoE", "pangu_ultra_moe",
-    "step3_text", "step3_vl", "step3p5",
-)  # fmt: skip
 # Types of the text section of a multimodal config, which is no model of its own.
 TEXT_SECTIONS = (
     "deepseek_ocr2_text", "diffusion_gemma_text", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm5_next_text",

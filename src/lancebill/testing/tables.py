@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from inspect import getdoc, getmodule
 
 from lancebill.checkpoint.resolve.family_routing import ROWS
-from lancebill.checkpoint.resolve.naming import TABLE, NameForm, Naming
+from lancebill.checkpoint.resolve.naming import REMOTE_CODE, TABLE, NameForm, Naming
 from lancebill.checkpoint.write.target import ALIASES
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
-from lancebill.formats.base import Format, Module
+from lancebill.formats.base import Format, Loading, Module
 from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.numbers.spec import QuantSpec
-from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families
+from lancebill.testing.families import TRANSFORMERS, WITHOUT_ROW, families, judged_types
 from lancebill.testing.weights import random_example
 
 PAGE = "docs/formats.md"
@@ -66,6 +66,9 @@ def _format(fmt: Format, specs: Iterable[QuantSpec]) -> str:
     lines.append(
         f"* Written by `convert --format {public_name}` for {_listed(written)}." if written else "* Read only."
     )
+    loaded = [str(spec) for spec in specs if _writes(fmt, spec) and fmt.in_transformers(spec) is not Loading.NO]
+    if written:
+        lines.append(f"* Of these, transformers itself loads {_listed(loaded) or 'none'}.")
     declared = dict.fromkeys(sorted(_activations(fmt)))
     if declared:
         lines.append(f"* Can declare activations: {_listed(declared)}.")
@@ -123,7 +126,10 @@ def _families() -> str:
         f"Of causal language models, transformers {TRANSFORMERS} has {known} model types with routed experts;",
         f"{known - len(WITHOUT_ROW)} of them are read, in the hub's names and in transformers' own. Others,",
         "such as Switch Transformers, are not. `make test-families` compares logits and chosen experts with",
-        f"transformers. From published configs, without such a judge: {_listed(REMOTE_CODE)}.\n",
+        f"transformers. From published configs, without such a judge: {_listed(REMOTE_CODE)}.",
+        "Names are followed by the formats from which transformers itself loads experts that are named like this;",
+        "`convert` writes such names where there are any. A model type that knows only the names after the first is",
+        f"one of {_listed(name for row in TABLE for name in row.own_names)}.\n",
     ]
     table = ["| family | `model_type` | routing by | names of the experts |", "|---|---|---|---|"]
     for row in TABLE:
@@ -141,17 +147,19 @@ def _router(row: Naming) -> str:
 def _forms(row: Naming) -> str:
     """The names of the experts, of each mixture."""
     return "; ".join(
-        f"`{form.home}{next(iter(form.names.values()))}` ({_traits(form)}{f', {one.mixture}' if one.mixture else ''})"
+        f"`{form.home}{next(iter(form.names.values()))}` ({_traits(one, form)})"
         for one in row.mixtures
         for form in one.forms
     )
 
 
-def _traits(form: NameForm) -> str:
+def _traits(row: Naming, form: NameForm) -> str:
     halves = "gate and up fused" if form.fused else "gate and up separate" if form.gated else "no gate"
     traits = ["stacked" if form.stacked else "per expert", halves]
     traits += ["rows interleaved"] if form.interleaved else []
     traits += [f"{' and '.join(form.transposed)} transposed"] if form.transposed else []
+    traits += [row.mixture] if row.mixture else []
+    traits += [f"transformers: {', '.join(form.loads)}"] if form.loads and any(judged_types(row)) else []
     return ", ".join(traits)
 
 

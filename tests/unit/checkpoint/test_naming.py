@@ -189,8 +189,8 @@ def test_sixty_thousand_names_resolve_in_seconds() -> None:
 @pytest.mark.parametrize(
     ("family", "form", "fmt", "lost"),
     [
-        ("gguf", 1, "gguf", "blk.0.ffn_gate_up_exps"),
-        ("gguf", 0, "gguf", "blk.0.ffn_up_exps"),
+        ("gguf", 1, "gguf", "blk.0.ffn_gate_up_exps.weight"),
+        ("gguf", 0, "gguf", "blk.0.ffn_up_exps.weight"),
         ("gpt_oss", 0, "mxfp4", "model.layers.0.mlp.experts.gate_up_proj.bias"),
         ("gpt_oss", 0, "mxfp4", "model.layers.0.mlp.experts.down_proj.bias"),
         ("gpt_oss", 1, "dense", "model.layers.0.mlp.experts.1.up_proj.bias"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import FINE, PROBLEM, USAGE, call, parsed
+from conversion import dense_source
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.testing.gguf import write_gguf
@@ -24,6 +25,17 @@ def test_convert_reports_format_and_loss(model: Path, tmp_path: Path) -> None:
     assert back.exit_code == FINE
     assert "RMS error" in back.stdout and "all" in back.stdout
     assert parsed(call("inspect", tmp_path / "back", "--json"))["format"] == "dense"
+
+
+def test_convert_says_what_transformers_cannot_load(tmp_path: Path) -> None:
+    """It has names for stacked experts of Gemma 4, and none for quantised ones."""
+    source, out = dense_source(tmp_path, "gemma4"), tmp_path / "out"
+    unread = parsed(call("convert", source, out, "--to", "int8", "--json"))["unread_by_transformers"]
+    assert "model_type 'gemma4'" in unread and "compressed-tensors" in unread
+    shown = call("convert", source, out, "--to", "int8", "--overwrite").stdout
+    assert f"transformers alone cannot load this: {unread}; lancebill does" in shown
+    dense = call("convert", out, tmp_path / "dense", "--to", "bf16", "--json")
+    assert parsed(dense)["unread_by_transformers"] is None
 
 
 def test_convert_replaces_only_with_overwrite(model: Path, tmp_path: Path) -> None:

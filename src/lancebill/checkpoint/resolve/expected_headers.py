@@ -34,7 +34,7 @@ def expected_headers(config: Config, naming: Naming, layer: int) -> dict[str, St
             for part in fmt.scheme(config, fmt.expert_module(config, module)).parts:
                 if _exists(part, naming):
                     shape = _shape(part, form, projection, (2 * n if projection == GATE_UP else n, k), sizes.experts)
-                    headers[module + part.usual_suffix(form.stacked)] = Stored(part.dtypes[0], shape)
+                    headers[module + part.usual_suffix(form.parameters)] = Stored(part.dtypes[0], shape)
     return headers
 
 

@@ -194,6 +194,7 @@ ROWS: dict[str, FamilyRouting] = {
     "dbrx": FamilyRouting(_SOFTMAX_NORMED, (WEIGHT_NORM,), activation_keys=(_named("ffn_act_fn"),)),
     "deepseek_v2": FamilyRouting({"scoring": SOFTMAX}, (NORM, SCORING, SCALE, *GROUPS, BY_SCORE)),
     "deepseek_ocr": FamilyRouting({"scoring": SOFTMAX}, (NORM, SCORING, SCALE, *GROUPS, BY_SCORE)),
+    "unlimited_ocr": FamilyRouting({"scoring": SOFTMAX}, (NORM, SCORING, SCALE, *GROUPS, BY_SCORE)),
     "mistral4": FamilyRouting({**_SOFTMAX_NORMED, "epsilon": 1e-20}, (NORM, SCALE, *ONE_GROUP)),
     "mistral_large4": FamilyRouting({**_SOFTMAX_NORMED, "epsilon": 1e-20}, (SCALE, *ONE_GROUP)),
     "gemma4": _GEMMA4,

@@ -38,16 +38,25 @@ class NameForm:
     transposed: tuple[str, ...] = ()  # projections stored [K, N], block scales too
     interleaved: bool = False  # fused rows alternate gate, up, gate, up
     flat: bool = False  # experts stacked along the first matrix axis: [E*I, H]
+    modules: bool = False  # stacked tensors are modules' weights (`fc1.weight`), not parameters (`gate_up_proj`)
     exclusive: bool = True  # everything below home belongs to the experts
     together: bool = False  # one numbering for all mixtures of a layer; this mixture has the experts [first, end)
     first: int = 0
     end: int | None = None
     prefixes: tuple[str, ...] = PREFIXES
     architectures: tuple[str, ...] = ()  # of GGUF files that have this form and no other; (): all others
+    # Formats in which transformers loads experts with these names, and the prefixes below which it does; (): all.
+    loads: tuple[str, ...] = field(default=(), compare=False)
+    below: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def stacked(self) -> bool:
         return all("{expert}" not in name for name in self.names.values())
+
+    @property
+    def parameters(self) -> bool:
+        """Whether tensors are parameters of the module that holds the experts, so that suffixes follow a `_`."""
+        return self.stacked and not self.modules
 
     @property
     def fused(self) -> bool:
@@ -56,6 +65,11 @@ class NameForm:
     @property
     def gated(self) -> bool:
         return self.fused or UP in self.names
+
+    @property
+    def holder(self) -> str:
+        """The last word of `home`."""
+        return self.home.rpartition(".")[2]
 
     def module(self, prefix: str, layer: int, expert: int, projection: str) -> str:
         """The module name of a projection."""
@@ -251,6 +265,8 @@ class Naming:
     mixture: str | None = None  # its name, where a layer has several
     entry: int | None = None  # ... and its place in lists of the config that have a value for each
     beside: tuple[Naming, ...] = ()  # ... and the others
+    own_names: tuple[str, ...] = ()  # model types of which transformers does not know the hub's form, the first one
+    merges: tuple[str, ...] = ()  # names of tensors outside the experts that transformers merges while it loads
 
     @property
     def mixtures(self) -> tuple[Naming, ...]:
@@ -279,6 +295,15 @@ class Naming:
             parts.append(replace(one, forms=tuple(forms), beside=()))
             first += count
         return replace(parts[0], beside=tuple(parts[1:]))
+
+    def loaded_forms(self, format: str, model_type: str) -> tuple[NameForm, ...]:
+        """The forms that transformers loads in a checkpoint of this format, the hub's first."""
+        known = self.forms[1:] if model_type in self.own_names else self.forms
+        return tuple(form for form in known if format in form.loads)
+
+    def is_merged(self, name: str) -> bool:
+        """Whether transformers merges this tensor with others while it loads."""
+        return any(re.fullmatch(_below(PREFIXES, template), name) for template in self.merges)
 
     def sizes(self, model: Mapping[str, Any]) -> ExpertSizes:
         """The sizes of the experts that a config states."""

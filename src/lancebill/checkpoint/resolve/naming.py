@@ -30,8 +30,8 @@ from lancebill.checkpoint.resolve.name_forms import (
 from lancebill.errors import SpecError, UnsupportedFormat
 
 __all__ = [
-    "DOWN", "GATE", "GATE_UP", "REFUSED", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName", "Router",
-    "find_family", "is_refused", "layer_name", "parse_name",
+    "DOWN", "GATE", "GATE_UP", "REFUSED", "REMOTE_CODE", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName",
+    "Router", "find_family", "is_refused", "known_type", "layer_name", "parse_name",
 ]  # fmt: skip
 
 _LLAMA_NAMES = {GATE: ".{expert}.gate_proj", UP: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}
@@ -44,6 +44,8 @@ _LISTED_NAMES = {GATE_UP: ".gate_up_projs.{expert}", DOWN: ".down_projs.{expert}
 _LISTED_EACH = {GATE: ".gate_proj.{expert}", UP: ".up_proj.{expert}", DOWN: ".down_proj.{expert}"}
 _SEPARATE_NAMES = {GATE: ".gate_proj", UP: ".up_proj", DOWN: ".down_proj"}
 _BOTH = (GATE_UP, DOWN)
+# Formats in which transformers loads experts: what it merges while loading, and its own stacked parameters.
+_MERGED, _DENSE = ("dense", "compressed-tensors", "fp8"), ("dense",)
 
 _LAYER = "layers.{layer}"
 _MLP, _BLOCK, _FEED = (f"{_LAYER}.{block}.experts" for block in ("mlp", "block_sparse_moe", "feed_forward"))
@@ -55,31 +57,36 @@ def _in_layer(*names: str) -> tuple[str, ...]:
 
 
 # Shared forms. What a family stores on the hub comes first; transformers' own stacked form is in every row.
-_MLP_STACKED = NameForm(_MLP, _FUSED_NAMES)
+_MLP_STACKED = NameForm(_MLP, _FUSED_NAMES, loads=_DENSE)
 # mlx-lm stacks experts, gate and up apart: mostly below `switch_mlp`.
 _MLX, _MLX_BLOCK, _MLX_FEED = (
-    NameForm(f"{_LAYER}.{block}.switch_mlp", _SEPARATE_NAMES) for block in ("mlp", "block_sparse_moe", "feed_forward")
+    NameForm(f"{_LAYER}.{block}.switch_mlp", _SEPARATE_NAMES, modules=True)
+    for block in ("mlp", "block_sparse_moe", "feed_forward")
 )
-_MLX_EXPERTS = NameForm(_MLP, _SEPARATE_NAMES)
-_STANDARD = (NameForm(_MLP, _LLAMA_NAMES), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH), _MLX)
+_MLX_EXPERTS = NameForm(_MLP, _SEPARATE_NAMES, modules=True)
+_EACH = NameForm(_MLP, _LLAMA_NAMES)
+_STANDARD = (replace(_EACH, loads=_MERGED), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH), _MLX)
+_STACKED = (_MLP_STACKED, _EACH, NameForm(_MLP, _FUSED_EACH), _MLX)
+_OCR = (replace(_STANDARD[0], below=("model.", "")), *_STANDARD[1:])
+_CONVOLUTION = ("layers.{layer}.self_attn.q_conv1d.weight",)  # stored apart from those of keys and values
 # Tools take stacked experts apart and give them their own names: llm-compressor below the hub's, Quark below
 # transformers'.
-_TAKEN_APART = (NameForm(_BLOCK, _LLAMA_NAMES), NameForm(_MLP, _LLAMA_NAMES))
-_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED, *_TAKEN_APART, _MLX_BLOCK)
-_FEED_STACKED = NameForm(_FEED, _FUSED_NAMES)
+_TAKEN_APART = (NameForm(_BLOCK, _LLAMA_NAMES), _EACH)
+_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES, loads=_MERGED), _MLP_STACKED, *_TAKEN_APART, _MLX_BLOCK)
+_FEED_STACKED = NameForm(_FEED, _FUSED_NAMES, loads=_DENSE)
 _GEMMA = (
-    NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES),
-    NameForm(f"{_LAYER}.experts.switch_glu", _SEPARATE_NAMES),
+    NameForm(f"{_LAYER}.experts", _FUSED_NAMES, loads=_DENSE), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES),
+    NameForm(f"{_LAYER}.experts.switch_glu", _SEPARATE_NAMES, modules=True),
 )  # fmt: skip
 _GEMMA_ROUTER = Router(_in_layer("router.proj.weight"), scale=_in_layer("router.per_expert_scale"))
 _DIFFUSION_PREFIXES = ("model.decoder.", "model.encoder.language_model.")  # which share experts, stored once
-_STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)
+_STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, loads=_DENSE)
 _STEP = (
-    NameForm(f"{_LAYER}.moe", _SEPARATE_NAMES, exclusive=False), NameForm(f"{_LAYER}.moe.experts", _LLAMA_NAMES),
+    NameForm(f"{_LAYER}.moe", _SEPARATE_NAMES, modules=True, exclusive=False, loads=_DENSE),
+    NameForm(f"{_LAYER}.moe.experts", _LLAMA_NAMES),
 )  # fmt: skip
 _INKLING = (
-    NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True), _MLP_STACKED,
-    NameForm(_MLP, _LLAMA_NAMES),
+    NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True, loads=_DENSE), _MLP_STACKED, _EACH
 )  # fmt: skip
 
 _MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
@@ -101,9 +108,10 @@ def _ernie_vl(mixture: str, entry: int) -> Naming:
     corrections = _in_layer(f"{own}.gate.moe_statics.e_score_correction_bias", f"mlp.e_score_correction_bias{number}")
     gates = _in_layer(f"mlp.gate.weight{number}", f"{own}.gate.weight", f"mlp.gate{number}.weight")
     forms = (
-        NameForm(_MLP, _LLAMA_NAMES, together=True, exclusive=entry == 0),
-        *(NameForm(f"{_LAYER}.{own}.experts", names) for names in (_FUSED_NAMES, _LLAMA_NAMES)),
-        NameForm(f"{_LAYER}.mlp.switch_mlp{number}", _SEPARATE_NAMES),
+        NameForm(_MLP, _LLAMA_NAMES, together=True, exclusive=entry == 0, loads=_DENSE),
+        NameForm(f"{_LAYER}.{own}.experts", _FUSED_NAMES, loads=_DENSE),
+        NameForm(f"{_LAYER}.{own}.experts", _LLAMA_NAMES),
+        NameForm(f"{_LAYER}.mlp.switch_mlp{number}", _SEPARATE_NAMES, modules=True),
     )
     router = Router(
         tuple(dict.fromkeys(gates)), correction=(both, *corrections), shared=both, row=entry, quantizable=False
@@ -113,7 +121,7 @@ def _ernie_vl(mixture: str, entry: int) -> Naming:
 
 TABLE: tuple[Naming, ...] = (
     Naming("mixtral", ("mixtral", "arctic"), (
-        NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES),
+        _MIXTRAL[0], NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES, loads=_DENSE),
         *_TAKEN_APART, _MLX_BLOCK,
     ), _MIXTRAL_ROUTER),
     Naming("minimax", ("minimax", "minimax_text_01", "minimax_m1"), _MIXTRAL, _MIXTRAL_ROUTER),
@@ -122,8 +130,8 @@ TABLE: tuple[Naming, ...] = (
     )),
     Naming("minimax_m3", ("minimax_m3_vl", "minimax_m3_vl_text"), _MIXTRAL, replace(
         _MIXTRAL_ROUTER, correction=_in_layer(_BLOCK_CORRECTIONS[0], "mlp.gate.e_score_correction_bias")
-    )),
-    Naming("kimi_linear", ("kimi_linear",), (*_MIXTRAL, _MLX), _KIMI_ROUTER),
+    ), own_names=("minimax_m3_vl_text",), merges=("layers.{layer}.block_sparse_moe.shared_experts.gate_proj.weight",)),
+    Naming("kimi_linear", ("kimi_linear",), (*_MIXTRAL, _MLX), _KIMI_ROUTER, merges=_CONVOLUTION),
     Naming("kimi_k3", ("kimi_k3",), (*_MIXTRAL, _MLX), _KIMI_ROUTER),
     Naming("phimoe", ("phimoe",), _MIXTRAL, Router(_in_layer("block_sparse_moe.gate.weight", "mlp.router.weight"))),
 
@@ -135,38 +143,39 @@ TABLE: tuple[Naming, ...] = (
     Naming("qwen4_exp", ("qwen4_exp", "qwen4_exp_text"), _STANDARD),
     Naming("qwen3_omni_moe", ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"), _STANDARD),
     Naming("qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), (
-        _STANDARD[0], _STACKED_TRANSPOSED, _MLP_STACKED, _MLX, NameForm(_MLP, _LISTED_EACH),  # the last: ModelOpt
+        _STACKED_TRANSPOSED, _MLP_STACKED, _EACH, _MLX, NameForm(_MLP, _LISTED_EACH),  # the last: ModelOpt
     )),
     Naming("olmoe", ("olmoe",), _STANDARD),
     Naming("flex_olmo", ("flex_olmo",), _STANDARD),
     Naming("mellum", ("mellum",), _STANDARD),
     Naming("flint", ("flint",), _STANDARD),
     Naming("cohere2_moe", ("cohere2_moe",), _STANDARD),
-    Naming("mistral4", ("mistral4",), _STANDARD),
+    Naming("mistral4", ("mistral4",), _STACKED),
     Naming("hunyuan_v1_moe", ("hunyuan_v1_moe",), _STANDARD, Router(_in_layer("mlp.gate.wg.weight"))),
     Naming("hunyuan", ("hunyuan",), _STANDARD, Router(_in_layer("mlp.gate.wg.weight"))),
     Naming("pangu_pro_moe", ("PanguProMoE",), _STANDARD),
     Naming("deepseek_v2", ("deepseek_v2", "deepseek"), _STANDARD),
-    Naming("deepseek_ocr", (
-        "deepseek_ocr2", "deepseek_ocr2_text", "unlimited_ocr", "unlimited_ocr_text"
-    ), _STANDARD),
+    Naming("deepseek_ocr", ("deepseek_ocr2", "deepseek_ocr2_text"), _OCR),
+    Naming("unlimited_ocr", ("unlimited_ocr", "unlimited_ocr_text"), (replace(_OCR[0], loads=_DENSE), *_OCR[1:])),
     # ... and with a correction.
     Naming("deepseek_v3", ("deepseek_v3", "deepseek_v32"), _STANDARD, _CORRECTED),
     Naming("kimi_k2", ("kimi_k2", "kimi_k25"), _STANDARD, _CORRECTED),
     Naming("glm4_moe", (
         "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text"
     ), _STANDARD, _CORRECTED),
-    Naming("glm5_next", ("glm5_next", "glm5_next_text"), _STANDARD, _CORRECTED),
+    Naming("glm5_next", ("glm5_next", "glm5_next_text"), _STANDARD, _CORRECTED, merges=_CONVOLUTION),
     Naming("dots1", ("dots1",), (*_STANDARD, _MLX_EXPERTS), _CORRECTED),
-    Naming("dots3_note", ("dots3_note", "dots3_note_text"), _STANDARD, _CORRECTED),
+    Naming("dots3_note", ("dots3_note", "dots3_note_text"), _STANDARD, _CORRECTED, merges=(
+        "vision_encoder.blocks.{layer}.mlp.experts.0.fc1.weight",
+    )),
     Naming("solar_open", ("solar_open",), _STANDARD, _CORRECTED),
     Naming("mimo_v2_flash", ("mimo_v2_flash", "mimo_v2"), _STANDARD, _CORRECTED),
     Naming("axk", ("axk1", "axk2"), _STANDARD, _CORRECTED),
     Naming("beam", ("beam",), _STANDARD, _CORRECTED),
-    Naming("hy_v4", ("hy_v4",), _STANDARD, _CORRECTED),
+    Naming("hy_v4", ("hy_v4",), _STACKED, _CORRECTED),
     Naming("bailing_hybrid", ("bailing_hybrid",), _STANDARD, Router(correction=_in_layer(
         "mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"
-    ))),
+    )), merges=("layers.{layer}.attention.q_conv1d.weight",)),
     Naming("bailing_moe", ("bailing_moe", "bailing_moe_v2", "bailing_moe_linear"), _STANDARD, Router(
         _in_layer("mlp.gate.weight", "mlp.gate.gate_proj.weight"), correction=_in_layer("mlp.gate.expert_bias")
     )),
@@ -193,24 +202,24 @@ TABLE: tuple[Naming, ...] = (
     Naming("afmoe", ("afmoe",), (*_STANDARD, _MLX_EXPERTS), Router(
         _in_layer("mlp.router.gate.weight"), correction=_in_layer("mlp.expert_bias")
     )),
-    Naming("longcat_flash", ("longcat_flash",), _STANDARD, Router(
+    Naming("longcat_flash", ("longcat_flash",), tuple(replace(form, loads=()) for form in _STANDARD), Router(
         _in_layer("mlp.router.classifier.weight"), correction=_in_layer("mlp.router.e_score_correction_bias")
     )),
-    Naming("zaya", ("zaya",), _STANDARD, Router(_in_layer("mlp.gate.router_mlp.out_proj.weight"))),
+    Naming("zaya", ("zaya",), _STACKED, Router(_in_layer("mlp.gate.router_mlp.out_proj.weight"))),
 
     # Families with names of their own.
     Naming("deepseek_v4", ("deepseek_v4",), (
-        NameForm(f"{_LAYER}.ffn.experts", _MIXTRAL_NAMES), _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES)
+        NameForm(f"{_LAYER}.ffn.experts", _MIXTRAL_NAMES, loads=_MERGED), _MLP_STACKED, _EACH
     ), Router(
         _in_layer("ffn.gate.weight", "mlp.gate.weight"),
         correction=_in_layer("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
         table=_in_layer("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
     )),
     Naming("mistral_large4", ("mistral_large4", "mistral_large4_text"), (
-        NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES), _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES)
+        NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES, loads=_MERGED), _MLP_STACKED, _EACH
     ), Router(_in_layer("gate.weight", "mlp.gate.weight"))),
     Naming("gpt_oss", ("gpt_oss",), (
-        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES), _MLX_EXPERTS,
+        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True, loads=("dense", "mxfp4")), _EACH, _MLX_EXPERTS,
         NameForm(_MLP, _LISTED_NAMES, interleaved=True),  # Unsloth, so that bitsandbytes quantises the experts
         NameForm(_MLP, _FUSED_EACH, interleaved=True),  # Quark
     ), Router(
@@ -218,21 +227,21 @@ TABLE: tuple[Naming, ...] = (
         bias=_in_layer("mlp.router.bias", "mlp.router.linear.bias"),
     ), uneven=True, biased=True),
     Naming("llama4", ("llama4", "llama4_text"), (
-        NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES),
-        NameForm(_FEED, _SEPARATE_NAMES),
+        NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH, loads=_DENSE),
+        NameForm(_FEED, _LLAMA_NAMES, loads=("compressed-tensors",)), NameForm(_FEED, _SEPARATE_NAMES, modules=True),
     ), Router(_in_layer("feed_forward.router.weight"))),
     Naming("nemotron_h", ("nemotron_h", "nemotron_h_omni", "nemo_speechlm"), (
-        NameForm(_MIXER, {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}),
-        NameForm(_MIXER, {GATE: ".up_proj", DOWN: ".down_proj"}),
+        NameForm(_MIXER, {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}, loads=_MERGED),
+        NameForm(_MIXER, {GATE: ".up_proj", DOWN: ".down_proj"}, loads=_DENSE),
         NameForm(_MIXER, {GATE: ".gate_and_up_projs", DOWN: ".down_projs"}, transposed=(GATE, DOWN)),
-        NameForm(f"{_LAYER}.mixer.switch_mlp", {GATE: ".fc1", DOWN: ".fc2"}),
+        NameForm(f"{_LAYER}.mixer.switch_mlp", {GATE: ".fc1", DOWN: ".fc2"}, modules=True),
     ), Router(_in_layer("mixer.gate.weight"), correction=_in_layer("mixer.gate.e_score_correction_bias"))),
     Naming(
-        "jamba", ("jamba",), (NameForm(_FEED, _LLAMA_NAMES), _FEED_STACKED, _MLX_FEED),
+        "jamba", ("jamba",), (NameForm(_FEED, _LLAMA_NAMES, loads=_MERGED), _FEED_STACKED, _MLX_FEED),
         Router(_in_layer("feed_forward.router.weight")),
     ),
     Naming("lfm2_moe", ("lfm2_moe",), (
-        NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED, _MLX_FEED, NameForm(_FEED, _LLAMA_NAMES)
+        NameForm(_FEED, _MIXTRAL_NAMES, loads=_MERGED), _FEED_STACKED, _MLX_FEED, NameForm(_FEED, _LLAMA_NAMES)
     ), Router(
         _in_layer("feed_forward.gate.weight"), correction=_in_layer("feed_forward.expert_bias")
     )),
@@ -243,12 +252,12 @@ TABLE: tuple[Naming, ...] = (
         replace(_GEMMA_ROUTER, prefixes=_DIFFUSION_PREFIXES),
     ),
     Naming("aria", ("aria", "aria_text"), (
-        NameForm(_MLP, {GATE_UP: ".fc1", DOWN: ".fc2"}, transposed=_BOTH), _STACKED_TRANSPOSED,
-        NameForm(_MLP, _LLAMA_NAMES),
+        NameForm(_MLP, {GATE_UP: ".fc1", DOWN: ".fc2"}, transposed=_BOTH, modules=True, loads=_DENSE),
+        _STACKED_TRANSPOSED, _EACH,
     ), Router(_in_layer("mlp.router.weight"))),
     Naming("step3", ("step3_vl", "step3_text"), _STEP, Router(_in_layer("moe.gate.weight"))),
     Naming("step3p7", ("step3p7", "step3p7_text", "step3p5"), (
-        *_STEP, _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES), _MLX
+        *_STEP, _MLP_STACKED, _EACH, _MLX
     ), Router(
         _in_layer("moe.gate.weight", "mlp.gate.weight", "mlp.gate.gate.weight"),
         correction=_in_layer("moe.router_bias", "mlp.gate.e_score_correction_bias", "mlp.gate.router_bias"),
@@ -256,39 +265,42 @@ TABLE: tuple[Naming, ...] = (
     Naming("grok1", ("grok-1",), (NameForm(f"{_LAYER}.moe_block.experts", {
         GATE: ".{expert}.linear", UP: ".{expert}.linear_v", DOWN: ".{expert}.linear_1"
     }),), Router(_in_layer("moe_block.gate.weight"))),
-    Naming("inkling", ("inkling_mm_model", "inkling_text"), _INKLING),
+    Naming("inkling", ("inkling_mm_model", "inkling_text"), _INKLING, own_names=("inkling_text",)),
     Naming("inkling2", ("inkling2", "inkling2_text"), _INKLING, Router(
         correction=_in_layer("mlp.gate.bias", "mlp.gate.e_score_correction_bias")
     )),
     Naming("dbrx", ("dbrx",), (
         NameForm(
             "blocks.{layer}.ffn.experts.mlp", {GATE: ".w1", UP: ".v1", DOWN: ".w2"}, flat=True, transposed=(DOWN,),
-            prefixes=("transformer.",),
+            prefixes=("transformer.",), loads=_DENSE,
         ),
         NameForm("blocks.{layer}.ffn.experts", _LLAMA_NAMES, prefixes=("transformer.",)),
     ), Router("blocks.{layer}.ffn.router.layer.weight")),
     Naming("granitemoe", ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa"), (
-        NameForm(f"{_LAYER}.block_sparse_moe", _LINEAR_NAMES, exclusive=False),
-        NameForm(_BLOCK, _FUSED_NAMES), NameForm(_BLOCK, _LLAMA_NAMES), _MLX_BLOCK,
-    ), Router(_in_layer("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"))),
+        NameForm(f"{_LAYER}.block_sparse_moe", _LINEAR_NAMES, modules=True, exclusive=False, loads=_DENSE),
+        NameForm(_BLOCK, _FUSED_NAMES, loads=_DENSE), NameForm(_BLOCK, _LLAMA_NAMES), _MLX_BLOCK,
+    ), Router(
+        _in_layer("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight")
+    ), own_names=("granitemoe_swa",)),
     Naming("jetmoe", ("jetmoe",), (
-        NameForm(f"{_LAYER}.mlp", _LINEAR_NAMES, exclusive=False), NameForm(_MLP, _LLAMA_NAMES)
+        NameForm(f"{_LAYER}.mlp", _LINEAR_NAMES, modules=True, exclusive=False, loads=_DENSE), _EACH
     ), Router(_in_layer("mlp.router.layer.weight"))),
     Naming("gguf", ("gguf",), (
         NameForm(
             "blk.{layer}", {GATE: ".ffn_gate_exps", UP: ".ffn_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False,
-            prefixes=("",),
+            modules=True, prefixes=("",),
         ),
         NameForm(
-            "blk.{layer}", {GATE_UP: ".ffn_gate_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, prefixes=("",)
+            "blk.{layer}", {GATE_UP: ".ffn_gate_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, modules=True,
+            prefixes=("",),
         ),
         NameForm(  # before experts were stacked
             "blk.{layer}", {GATE: ".ffn_gate.{expert}", UP: ".ffn_up.{expert}", DOWN: ".ffn_down.{expert}"},
             exclusive=False, prefixes=("",),
         ),
         NameForm(  # no gate
-            "blk.{layer}", {GATE: ".ffn_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, prefixes=("",),
-            architectures=("nemotron_h_moe",),
+            "blk.{layer}", {GATE: ".ffn_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, modules=True,
+            prefixes=("",), architectures=("nemotron_h_moe",),
         ),
     ), Router(
         "blk.{layer}.ffn_gate_inp.weight",
@@ -298,6 +310,13 @@ TABLE: tuple[Naming, ...] = (
     )),
 )  # fmt: skip
 
+
+# Model types whose code is on the hub, not in transformers. Their rows are from published configs.
+REMOTE_CODE = (
+    "arctic", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "deepseek", "ernie4_5_moe_vl", "grok-1",
+    "hunyuan", "kimi_k2", "kimi_k3", "mimo_v2", "minimax_m1", "minimax_text_01", "PanguProMoE", "pangu_ultra_moe",
+    "step3_text", "step3_vl", "step3p5",
+)  # fmt: skip
 
 # Families that a row cannot describe, and why.
 REFUSED = {
@@ -323,6 +342,12 @@ def find_family(model: Mapping[str, Any], *, mixture: str | None = None) -> Nami
         expected=" or ".join(one.mixture for one in row.mixtures if one.mixture) or "no name: each layer has one",
         got=mixture,
     )
+
+
+def known_type(model: Mapping[str, Any], row: Naming) -> str:
+    """The `model_type` of a config by which it has this row; the row's first one, if by none."""
+    stated = (name for name in _model_types(model) if name in row.model_types)
+    return next(stated, row.model_types[0])
 
 
 def is_refused(model: Mapping[str, Any]) -> bool:

@@ -144,7 +144,7 @@ class LayerBuilder:
             raise WrongDtype(
                 "the tensors are quantised, but the config says that the module is not",
                 where=name,
-                expected=f"{name}{part.usual_suffix(self.form.stacked)} as {' or '.join(FLOATS)}",
+                expected=f"{name}{part.usual_suffix(self.form.parameters)} as {' or '.join(FLOATS)}",
                 got=", ".join(sorted(suffix for suffix in headers)),
                 hint=f"see what {self.config.source} targets, and its list of modules that are left out"
                 if self.config.method
@@ -275,7 +275,7 @@ class LayerBuilder:
     def _suffix(self, part: Part) -> str:
         """The suffix that the layer's other modules use for this part, else the usual one."""
         used = {suffix for module in self.modules.values() for suffix in module.names}
-        usual = part.usual_suffix(self.form.stacked and not self.format.stacked)
+        usual = part.usual_suffix(self.form.parameters and not self.format.stacked)
         return next((suffix for suffix in part.suffix if suffix in used), usual)
 
     def _source(

@@ -53,6 +53,7 @@ class Report:
     recast: tuple[str, ...] = ()  # modules outside the experts re-encoded exactly
     dequantized: tuple[str, ...] = ()  # modules outside the experts that became unquantised
     dropped: dict[str, int] = field(default_factory=dict)  # activation scales not written, by role
+    unread: str | None = None  # why transformers itself cannot load the output, where that is known
 
     @property
     def total(self) -> Loss:
@@ -103,6 +104,7 @@ def convert(
 ) -> Report:
     """Write `output`; calls `progress` with the number of source bytes processed."""
     report = Report(output.target, copied=len(output.copied), source_bytes=_expert_bytes(source, output))
+    report.unread = output.unread
     report.dropped = _dropped_inputs(output)
     report.recast = tuple(module.module for module in output.recast)
     report.dequantized = tuple(module.module for module in output.dequantized)

@@ -46,6 +46,7 @@ class Output:
     recast: tuple[OtherModule, ...]
     dequantized: tuple[OtherModule, ...]
     rest: tuple[WrittenModule, ...] = ()  # modules outside the experts with specs of their own
+    unread: str | None = None  # why transformers itself cannot load the output, where that is known
 
     def place(self, job: Job, role: str) -> tuple[str, int | None]:
         """The tensor that stores a part of a job's module, and the expert's index in it if stacked."""
@@ -60,4 +61,4 @@ class Output:
 
 def _suffix(part: Part, form: NameForm, format: Format) -> str:
     """The suffix of a part: formats that can also stack list the suffix of stacked tensors last."""
-    return part.usual_suffix(form.stacked and not format.stacked)
+    return part.usual_suffix(form.parameters and not format.stacked)

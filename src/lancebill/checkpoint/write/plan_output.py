@@ -18,6 +18,7 @@ from lancebill.checkpoint.resolve.other_modules import OtherModule
 from lancebill.checkpoint.resolve.stored_layer import StoredLayer
 from lancebill.checkpoint.write.declare import declare, divides
 from lancebill.checkpoint.write.output import Job, Output
+from lancebill.checkpoint.write.readers import output_form, output_prefix, why_unread
 from lancebill.checkpoint.write.rest import RestModule, add_rest, keeps_spec
 from lancebill.checkpoint.write.target import DEFAULT_FORMAT, DENSE_FORMAT, Target
 from lancebill.errors import CannotEncode, UnsupportedFormat
@@ -28,7 +29,7 @@ from lancebill.numbers.codec import recasts
 from lancebill.numbers.spec import DENSE_BF16
 from lancebill.numbers.weight import FACTORS
 
-GGUF = "gguf"
+GGUF, OUTPUT = "gguf", "lm_head"
 # GGUF architectures and the families whose tensor names their output uses.
 ARCHITECTURES = {
     "llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3vlmoe": "qwen3_vl_moe",
@@ -50,7 +51,9 @@ def plan_output(
     """Plan the whole output; `others` are the quantised modules outside the experts, `rest` what a model made of
     some modules."""
     naming = _family(manifest)
-    jobs = tuple(_jobs(manifest, naming, target))
+    model_type = names.known_type(manifest.config.model, naming)
+    rows = _named(manifest, naming, target, model_type)
+    jobs = tuple(_jobs(rows))
     format = target.format if target.spec.quantized else registry()[DEFAULT_FORMAT]
     rest = [r for r in rest if not r.as_stored or keeps_spec(format, r)]
     others = [module for module in others if module.module not in {r.module.module for r in rest}]
@@ -61,8 +64,13 @@ def plan_output(
     exact = [m for m in written if _stays_quantized(m, target)]
     plain = [m for m in written if m not in exact]
     ignored = [*_dense_modules(copied, tensors), *(m.module for m in plain)] if target.spec.quantized else []
+    quantized = [*(m.module for m in exact), *(r.module.module for r in rest)]
+    if quantized and OUTPUT not in {name.rpartition(".")[2] for name in (*ignored, *quantized)}:
+        ignored.append(OUTPUT)  # no file stores a tied one, but engines have a module for it
     quant, scheme = target.format.config_for(target.spec, ignored)
     quant, written_rest = add_rest(format, quant, scheme, rest)
+    if target.spec.quantized and not quantized:
+        quant = target.format.leave_rest(quant, jobs[0].form.holder)
     plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
     output = Output(
         target,
@@ -75,6 +83,7 @@ def plan_output(
         tuple(exact),
         tuple(plain),
         written_rest,
+        None if experts_only else why_unread([(row, form) for _, row, form in rows], target, model_type, copied),
     )
     declare(output, tensors)
     _check(output, quant)
@@ -95,44 +104,31 @@ def _family(manifest: Manifest) -> Naming:
     return next(row for row in names.TABLE if row.family == family)
 
 
-def _form(manifest: Manifest, naming: Naming, target: Target) -> NameForm:
-    """The naming form of the experts: stacked if the format stacks them, that of the source if they stay unquantised,
-    else one set of tensors per expert."""
-    source = next(iter(manifest.layers.values())).form
-    foreign = naming is not manifest.naming
-    if target.format.stacked:
-        able = [f for f in naming.forms if f.stacked and not f.flat and f.gated == source.gated]
-        if not able:
-            raise CannotEncode(
-                f"{target.format.name} stacks experts, and the family '{naming.family}' cannot name stacked tensors",
-                where=target.format.name,
-            )
-        return able[0]
-    if not foreign and (not target.spec.quantized or not (source.stacked or source.fused)):
-        return source
-    return next(f for f in naming.forms if not f.stacked and not f.fused and f.gated == source.gated)
+_Named = tuple[Manifest, Naming, NameForm]  # a mixture of the source; the row and the form of its output
 
 
-def _jobs(manifest: Manifest, naming: Naming, target: Target) -> Iterator[Job]:
+def _named(manifest: Manifest, naming: Naming, target: Target, model_type: str) -> list[_Named]:
+    """How the experts of each mixture are named."""
+    mixtures = list(zip(manifest.mixtures, naming.mixtures))
+    samples = (next(iter(one.layers.values())) for one, _ in mixtures)
+    return [(*one, output_form(one[1], sample, target, model_type)) for one, sample in zip(mixtures, samples)]
+
+
+def _jobs(rows: Iterable[_Named]) -> Iterator[Job]:
     """Every module of every expert, of all mixtures."""
-    for one, row in zip(manifest.mixtures, naming.mixtures):
-        form = _form(one, row, target)
-        for layer in one.layers.values():
+    for manifest, _, form in rows:
+        for layer in manifest.layers.values():
             yield from _layer_jobs(layer, form)
 
 
 def _layer_jobs(layer: StoredLayer, form: NameForm) -> Iterator[Job]:
-    prefix = layer.prefix if layer.prefix in form.prefixes and layer.form.prefixes == form.prefixes else _prefix(form)
+    prefix = output_prefix(layer, form)
     for expert in range(layer.experts):
         for stored in form.names:
             parts = (GATE, UP) if stored == GATE_UP else (stored,)
             sources = tuple(layer.projections[expert, part] for part in parts)
             module = form.module(prefix, layer.index, expert, stored)
             yield Job(layer.index, expert, layer.experts, form, stored, module, sources)
-
-
-def _prefix(form: NameForm) -> str:
-    return "model." if "model." in form.prefixes else form.prefixes[0]
 
 
 def _dense_modules(copied: Iterable[str], tensors: Mapping[str, Stored]) -> list[str]:

@@ -119,6 +119,8 @@ def save_packed(
     if plan.dequantized:
         what = f"{target.format.name} cannot hold {len(plan.dequantized)} modules outside the experts"
         log.warning("%s; they are written unquantised, such as %s", what, plan.dequantized[0].module)
+    if plan.unread is not None:
+        log.warning("transformers alone cannot load what is written: %s; lancebill does", plan.unread)
     convert(origin.checkpoint, folder, plan, options)
 
 
