@@ -198,26 +198,26 @@ def explain() -> Iterable[str]:
 
 @block
 def headlines() -> Iterable[str]:
-    """Six numbers, each with its machine."""
-    loads = [(record, rates_of(record, model="gpt-oss-20b", prompts=16, tokens_out=512))
-             for record in records("vllm-bench-serve")]  # fmt: skip
-    vllm, rates = [(record, found) for record, found in loads if found][-1]
+    """Six numbers, each with its machine: ranges over all recorded cells, with their geometric mean."""
+    vllm = [record for record in records("vllm-bench-serve") if rows_of(record, "rate", model="gpt-oss-20b")][-1]
+    loads = load_ratios(vllm, model="gpt-oss-20b")
     race = [(record, row) for record, row in race_cells("h200") if row["part"] == "deepseek-mxfp4-bf16"]
     cpu = records("cpu-layer", "xeon-amx")
-    calls = cpu_cells(cpu)["mxfp4 x bf16, amx, 2 threads; vllm-w4a8"][1]
+    calls = cpu_cells(cpu)["mxfp4 x bf16, amx, 2 threads; vllm-w4a8"]
     graphs = max(records("generate-graphs"), key=lambda record: record.rows[0]["layers"])
     memory, perplexity = by_date(newest("memory"))[-1], records("perplexity", "h200")[-1]
     peaks = {row["loader"]: row["peak_ratio"] for row in memory.rows if row["weights"] == "mxfp4"}
     lines: list[tuple[str, Record, dict[str, Any]]] = [
-        ("gpt-oss-20b whole in vLLM, MXFP4 x bf16, 16 sequences|{ours:,.0f} tokens/s, {ratio:.2f}x vLLM's fastest own "
-         "kernels", vllm, {"ours": rates["ours"], "ratio": rates.pop("ours") / max(rates.values())}),
-        ("DeepSeek-V4-Flash layer, MXFP4 x bf16, mean over 1 to 16,384 tokens|{mean:.2f}x the speed of Humming",
-         race[0][0], {"mean": geometric_mean(row.ratio(HUMMING) for _, row in race if peer_of(row) == HUMMING)}),
-        ("Qwen3-30B-A3B layer, MXFP4 x bf16, 1 token, 2 threads|{ms:.2f} ms, {mean:.2f}x the speed of vLLM's W4A8 on "
-         "int4", cpu[0],
-         {"ms": min(row["us"] for row in calls) / 1e3, "mean": geometric_mean(map(first_ratio, calls))}),
-        ("`generate`, Qwen3-30B-A3B shape, {layers} layers, MXFP4, one sequence|{tokens_per_s:,.0f} tokens/s; without "
-         "CUDA graphs {peers[without graphs]:,.0f}", graphs, {}),
+        ("gpt-oss-20b whole in vLLM {vllm}, MXFP4 x bf16, random weights: 1 to 64 sequences, prompts|"
+         "{span} the rate of vLLM's fastest own kernels", vllm, {"span": span(loads)}),
+        ("DeepSeek-V4-Flash layer, MXFP4 x bf16, random weights: 1 to 16,384 tokens|{span} the speed of Humming "
+         "{humming}", race[0][0],
+         {"humming": race[0][0].facts["machine"]["humming-kernels"],
+          "span": span(row.ratio(HUMMING) for _, row in race if peer_of(row) == HUMMING)}),
+        ("Qwen3-30B-A3B layer on 2 threads, MXFP4 x bf16, random weights: 1 and 16 tokens|{span} the speed of vLLM's "
+         "W4A8 on int4", cpu[0], {"span": span(first_ratio(row) for rows in calls.values() for row in rows)}),
+        ("`generate`, Qwen3-30B-A3B's shape, {layers} layers, MXFP4, random weights: one sequence|"
+         "{tokens_per_s:,.0f} tokens/s; without CUDA graphs {peers[without graphs]:,.0f}", graphs, {}),
         ("Peak memory while an MXFP4 checkpoint is loaded|{lancebill:.2f}x its size; transformers {transformers:.2f}x",
          memory, peaks),
         ("Perplexity of SmolLM2-135M on WikiText-2, MXFP4 x bf16|{differs_by:.3%} from the reference backend's",
@@ -225,6 +225,23 @@ def headlines() -> Iterable[str]:
     ]  # fmt: skip
     cells = (fill(f"{line}|{{machine}}", record, record.rows[0], **more).split("|") for line, record, more in lines)
     yield table(("", "", "machine"), cells)
+
+
+def load_ratios(record: Record, **labels: object) -> Iterable[float]:
+    """Our rate over the best peer's, for each load."""
+    loads: dict[Load, list[Row]] = {}
+    for row in rows_of(record, "rate", **labels):
+        loads.setdefault(load_of(row), []).append(row)
+    for rows in loads.values():
+        ours, peers = (
+            [row["tokens_per_s"] for row in rows if _is_ours(row["backend"]) is own] for own in (True, False)
+        )
+        yield max(ours) / max(peers)
+
+
+def span(ratios: Iterable[float]) -> str:
+    held = list(ratios)
+    return f"{min(held):.2f} to {max(held):.2f}x, mean {geometric_mean(held):.2f}x,"
 
 
 # A layer on a GPU, beside every peer ---------------------------------------------------------------------
