@@ -19,8 +19,8 @@ from torch import Tensor
 from lancebill.backends.limited_dict import LimitedDict
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import MissingTensor
-from lancebill.moe.device import Device
-from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.moe.device import Device, require_on
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, tensors_of
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
@@ -204,6 +204,7 @@ class Executor:
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call, with every check."""
+        require_on(self.tensors.device, x=x, out=out, **tensors_of(dispatch))
         return self.backend.run(self.plan(x, dispatch), x, dispatch, self.tensors.packed(), out)
 
     def route(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lancebill.backends.base import Executor
 from lancebill.errors import LaunchError
+from lancebill.moe.device import require_on
 from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
@@ -46,7 +47,10 @@ class SplitExecutor(Executor):
             )
         if x.numel() == 0:
             return out
-        on_gpu = x.device.type == "cuda"
+        on = self.tensors.device
+        if x.device != on or out.device != on:
+            require_on(on, x=x, out=out)
+        on_gpu = on.type == "cuda"
         if on_gpu:
             index = x.device.index or 0
             if torch._C._cuda_getDevice() != index:  # captures are asked of, and memory is pinned for, the current GPU

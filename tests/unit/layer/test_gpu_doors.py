@@ -134,12 +134,12 @@ def test_a_linear_of_a_checkpoint(given: Given, tmp_path: Path) -> None:
     assert linear.stored.to(CPU).equals(QuantizedLinear.from_checkpoint(folder, name, backend="reference").stored)
 
 
-def routed_layer(device: str | torch.device, backend: str) -> RoutedExperts:
+def routed_layer(device: str, backend: str, **options: int) -> RoutedExperts:
     config = {
         "model_type": "qwen3_moe", "num_experts": SIZE.experts, "num_experts_per_tok": SIZE.top_k, "hidden_size": 128,
         "moe_intermediate_size": 128, "num_hidden_layers": 1, "norm_topk_prob": True,
     }  # fmt: skip
-    return RoutedExperts.random(config, 0, device=device, backend=backend, weights="mxfp4")
+    return RoutedExperts.random(config, 0, device=device, backend=backend, weights="mxfp4", **options)
 
 
 Call = Callable[[RoutedExperts, Tensor, Tensor, Tensor, Tensor], object]
@@ -174,6 +174,17 @@ def test_inputs_of_another_device_are_refused(given: Given, call: str, home: str
         assert {key[0] for key in executor.WORKSPACES.eager} <= {0}
         assert all(held.memory.device == GPU for held in executor.WORKSPACES.eager.values())
         CALLS[call](layer, *(tensor.to(home) for tensor in inputs))
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_a_split_layer_refuses_them_before_its_parts_are_called(given: Given, other: str) -> None:
+    layer = routed_layer("cuda:0", "auto", gpu_experts=2)
+    x, ids, weights = (tensor.to(other) for tensor in make_inputs())
+    for call in (layer, layer.compute):
+        with pytest.raises(LaunchError, match=f"expected cuda:0; got {other}"):
+            call(x, topk_ids=ids, topk_weights=weights, out=torch.empty_like(x))
+    assert not given.bound and not executor.WORKSPACES.eager
 
 
 def test_layers_that_are_loaded_later_are_on_the_gpu_of_now(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:

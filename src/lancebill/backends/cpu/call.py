@@ -14,6 +14,7 @@ from lancebill.backends.cpu.form import CpuForm
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
 from lancebill.errors import LaunchError
+from lancebill.moe.device import require_on
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.native.address import host_address
@@ -130,6 +131,7 @@ def _grouped(dispatch: Contiguous | Batched, x: Tensor) -> tuple[Tensor, Tensor 
     """Offsets of each expert's rows, and the row indices where rows are not stored in that order."""
     if isinstance(dispatch, Contiguous):
         return _plain(dispatch.offsets, torch.int64), None
+    require_on(x.device, counts=dispatch.counts)
     counts = dispatch.counts.to(torch.int64)
     offsets = counts.new_zeros(counts.numel() + 1)
     torch.cumsum(counts, 0, out=offsets[1:])

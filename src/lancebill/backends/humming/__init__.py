@@ -16,8 +16,8 @@ from lancebill.backends.base import Backend, Executor, Plan, Reason, TensorTable
 from lancebill.backends.humming.layout import HummingLayout
 from lancebill.backends.humming.support import PACKAGE, missing, unsupported
 from lancebill.errors import LaunchError
-from lancebill.moe.device import Device
-from lancebill.moe.dispatch import Dispatch, Indexed
+from lancebill.moe.device import Device, require_on
+from lancebill.moe.dispatch import Dispatch, Indexed, tensors_of
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1, E4M3, F16
@@ -77,6 +77,7 @@ class HummingExecutor(Executor):
     """Keeps the package's view of the weights as long as none of them moved."""
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        require_on(self.tensors.device, x=x, out=out, **tensors_of(dispatch))
         _require_ids(dispatch)
         problem = self.plan(x, dispatch).problem
         experts = self.remade(
