@@ -252,6 +252,34 @@ def test_private_names_of_torch_are_few() -> None:
     assert private == set(PRIVATE_TORCH)
 
 
+# Functions that make tensors on torch's default device, and of its default dtype, unless they are told others. Engines
+# change both while they build models.
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+OF_INTEGERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
+OF_THE_DEFAULT_DTYPE = {
+    "integrations/transformers/filled_constants.py": "a constant of the model, of the dtype it would have",
+    "split/gpu_queues.py": "a view of a tensor",
+}
+GENERATORS = "testing/"  # for tests: in processes and contexts of their own
+
+
+def test_tensors_are_made_on_a_named_device_and_of_a_named_dtype() -> None:
+    unnamed: dict[str, set[str]] = {"device": set(), "dtype": set()}
+    for place, node in _nodes(ast.Call):
+        function = ast.unparse(node.func).removeprefix("torch.")
+        if f"torch.{function}" != ast.unparse(node.func) or function not in FACTORIES or place.startswith(GENERATORS):
+            continue
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        for what in {"device"} if function in OF_INTEGERS else {"device", "dtype"}:
+            if None not in given and (what not in given or re.search(r"\bNone\b", given[what])):
+                unnamed[what].add(place)
+    assert not unnamed["device"]
+    assert {_file(place) for place in unnamed["dtype"]} == set(OF_THE_DEFAULT_DTYPE)
+
+
 # Functions of torch.cuda that are about the current GPU or its current stream unless they are told another.
 OF_THE_CURRENT_GPU = {
     "Stream", "current_device", "current_stream", "default_stream", "get_device_capability", "get_device_name",

@@ -65,7 +65,7 @@ class TorchCpu(Backend):
         counts = dispatch.counts.tolist()
         edges = [0, *accumulate(counts)]
         rows = torch.cat([x[expert, :count] for expert, count in enumerate(counts)])
-        results = torch.empty(edges[-1], out.shape[-1])
+        results = torch.empty(edges[-1], out.shape[-1], dtype=torch.float32, device="cpu")
         run_groups(rows, edges, results)
         for expert, count in enumerate(counts):
             out[expert, :count] = results[edges[expert] : edges[expert + 1]]
@@ -89,12 +89,12 @@ def _run_groups(problem: Problem, weights: Mapping[str, Packed], rows: Tensor, e
     """w2 @ q(act(w13 @ q(x) + b13)) for every expert that has rows."""
     if edges[-1] == edges[0]:
         return
-    projected = torch.empty(rows.shape[0], problem.w13.n)
+    projected = torch.empty(rows.shape[0], problem.w13.n, dtype=torch.float32, device="cpu")
     _gemm(problem, W13, weights[W13], rows, edges, projected)
     if problem.w2 is None:
         out.copy_(projected)
         return
-    last = out if out.dtype == torch.float32 else torch.empty(out.shape)
+    last = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device="cpu")
     _gemm(problem, W2, weights[W2], problem.activation(projected), edges, last)
     if last is not out:
         out.copy_(last)
@@ -171,7 +171,7 @@ def _select_experts(tensor: Tensor, experts: list[int]) -> Tensor:
     first, last = experts[0], experts[-1]
     if last - first + 1 == len(experts):
         return tensor[first : last + 1]
-    return tensor[torch.tensor(experts)]
+    return tensor[torch.tensor(experts, dtype=torch.int64, device="cpu")]
 
 
 def _decode_bytes(dtype: DType, codes: Tensor) -> Tensor:
@@ -184,8 +184,8 @@ def _decode_bytes(dtype: DType, codes: Tensor) -> Tensor:
 def _byte_table(dtype: DType) -> Tensor:
     """The values of each byte as one integer: the value of an 8-bit code, or of its low and high 4-bit codes."""
     if dtype.bits == 8:
-        return dtype.decode(torch.arange(256, dtype=torch.uint8)).view(torch.int32)
-    values = dtype.decode(torch.arange(16, dtype=torch.uint8))
+        return dtype.decode(torch.arange(256, dtype=torch.uint8, device="cpu")).view(torch.int32)
+    values = dtype.decode(torch.arange(16, dtype=torch.uint8, device="cpu"))
     low, high = values.repeat(16), values.repeat_interleave(16)
     return torch.stack([low, high], dim=-1).contiguous().view(torch.int64).view(-1)
 

@@ -73,7 +73,7 @@ def measure_ceilings(device: Device, activations: ActivationSpec) -> Ceilings:
 def read_rate(device: Device) -> float:
     """GB/s of the fastest way to read a buffer larger than the caches: torch's sum or max, or our own CPU loop."""
     cached = last_level_cache() if device.kind == "cpu" else 0
-    buffer = torch.ones(max(_READ_BYTES[device.kind], 2 * cached) // 4, device=device.torch)
+    buffer = torch.ones(max(_READ_BYTES[device.kind], 2 * cached) // 4, dtype=torch.float32, device=device.torch)
     readers: list[Callable[[], object]] = [buffer.sum, buffer.amax]
     kernels = native.library() if device.kind == "cpu" else None
     if kernels is not None:
@@ -115,15 +115,15 @@ def _synchronize(device: Device) -> None:
 
 def _matmul(dtype: torch.dtype) -> Callable[[int, torch.device], Callable[[], Tensor]]:
     def make(size: int, device: torch.device) -> Callable[[], Tensor]:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(size, size, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
         return lambda: a @ b.t()
 
     return make
 
 
 def _fp8(size: int, device: torch.device) -> Callable[[], Tensor]:
-    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
+    a, b = (torch.randn(size, size, dtype=torch.float32, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), dtype=torch.float32, device=device)
     return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
 
 

@@ -31,7 +31,8 @@ def check_output(name: str, problem: Problem, weights: Weights, batch: Batch, go
             where=f"{name}, {got.shape[0]} tokens",
             got=f"rows {broken.nonzero().flatten()[:8].tolist()}",
         )
-    rows = torch.linspace(0, got.shape[0] - 1, min(ROWS, got.shape[0])).round().long().to(got.device)
+    count = min(ROWS, got.shape[0])
+    rows = torch.linspace(0, got.shape[0] - 1, count, dtype=torch.float32, device=got.device).round().long()
     want = expected_rows(problem, weights, batch, rows)
     errors = (got[rows].float() - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
     worst, bound = float(errors.max()), error_bound(problem)
@@ -60,7 +61,7 @@ def expected_rows(
     device, routed = batch.x.device, batch.ids[rows]
     originals = torch.where(routed < 0, -1, routed % weights.distinct)  # the other experts repeat these
     needed = originals[originals >= 0].unique() if packed is None else torch.arange(weights.distinct, device=device)
-    out = torch.zeros(rows.numel(), problem.hidden, device=device)
+    out = torch.zeros(rows.numel(), problem.hidden, dtype=torch.float32, device=device)
     if not needed.numel():
         return out
     ids = torch.where(originals < 0, -1, torch.searchsorted(needed, originals)).to(torch.int32)

@@ -80,9 +80,10 @@ def _measure(request: FirstForward) -> FirstForwardTime:
     layout = choice.backend.layout(choice.problem)
     packed = {n: layout.allocate(s, problem.experts, device.torch) for n, s in problem.matrices.items()}
     layer = RoutedExperts(LayerParts(choice, packed))
-    x = torch.randn(request.tokens, problem.hidden, device=device.torch).to(problem.input.storage)
-    ids = torch.arange(request.tokens * problem.top_k, dtype=torch.int32).view(-1, problem.top_k) % problem.experts
-    routed = torch.full(ids.shape, 1 / problem.top_k)
+    x = torch.randn(request.tokens, problem.hidden, dtype=torch.float32, device=device.torch).to(problem.input.storage)
+    slots = torch.arange(request.tokens * problem.top_k, dtype=torch.int32, device="cpu")
+    ids = slots.view(-1, problem.top_k) % problem.experts
+    routed = torch.full(ids.shape, 1 / problem.top_k, dtype=torch.float32, device="cpu")
     float(layer(x, topk_ids=ids.to(x.device), topk_weights=routed.to(x.device)).sum())
     return FirstForwardTime(choice.backend.name, round(time.perf_counter() - start, 3), compiled.count)
 

@@ -40,7 +40,7 @@ class AtenInt4(Peer):
             self.packed[matrix] = [_int4pack(weights.logical(matrix, e)) for e in range(problem.experts)]
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in ids.unique().tolist():
             token, slot = torch.where(ids == expert)
             hidden = self.problem.activation(self._matmul("w13", expert, x[token]))
@@ -139,7 +139,7 @@ def _gptq(weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 def _words(codes: Tensor) -> Tensor:
     """Pack eight 4-bit codes along the last axis into one int32, the first code in the lowest bits."""
-    shifted = codes.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)
+    shifted = codes.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
     words: Tensor = shifted.sum(-1, dtype=torch.int64)
     return words.to(torch.int32)
 

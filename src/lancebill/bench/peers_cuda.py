@@ -43,7 +43,7 @@ class HummingIndexed(SortingPeer[Any]):
             },
         )
         self.experts = Experts(problem, matrices, self.mode)
-        self._out = torch.empty(0)
+        self._out = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def compile(self, tokens: Sequence[int]) -> None:
         self.experts.compile(tokens)

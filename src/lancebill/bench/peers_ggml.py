@@ -136,7 +136,7 @@ class Ggml(Peer):
         self._write(graph.ids, ids.int().contiguous())
         self._write(graph.weights, weights.float().contiguous())
         self.functions["backend_graph_compute"](self.backend, graph.graph)
-        out = torch.empty(x.shape, dtype=torch.float32)
+        out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
         ctypes.memmove(out.data_ptr(), self._data(graph.out), out.nbytes)
         return out.to(x.dtype)
 

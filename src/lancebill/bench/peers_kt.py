@@ -42,7 +42,7 @@ class KtKernel(Peer):
             workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = 1, [0], [threads]
             _pools[threads] = extension.CPUInfer(workers)
         self.pool = _pools[threads]
-        self.on_gpu = torch.zeros(problem.experts, dtype=torch.bool)  # none
+        self.on_gpu = torch.zeros(problem.experts, dtype=torch.bool, device="cpu")  # none
         config = extension.moe.MOEConfig(
             problem.experts, problem.top_k, problem.hidden, problem.intermediate, self.on_gpu.data_ptr()
         )
@@ -55,7 +55,7 @@ class KtKernel(Peer):
         config.down_projs, config.down_scales = at["down"]
         is_float = problem.w13.spec == MXFP4
         self.moe = (_select_mxfp4_backend() if is_float else _select_rawint4_backend(_COLUMNS))(config)
-        self.order = torch.arange(problem.experts, dtype=torch.int64)
+        self.order = torch.arange(problem.experts, dtype=torch.int64, device="cpu")
         self.pool.submit(self.moe.load_weights_task(self.order.data_ptr()))
         self.pool.sync()
         del kept  # it has copied them into its own layout
@@ -63,7 +63,7 @@ class KtKernel(Peer):
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         given = x.bfloat16().contiguous(), ids.long().contiguous(), weights.float().contiguous()
         out = torch.empty_like(given[0])
-        count = torch.tensor([x.shape[0]], dtype=torch.int32)
+        count = torch.tensor([x.shape[0]], dtype=torch.int32, device="cpu")
         self.pool.submit(
             self.moe.forward_task(
                 count.data_ptr(), ids.shape[1], given[1].data_ptr(), given[2].data_ptr(), given[0].data_ptr(),

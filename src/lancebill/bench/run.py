@@ -134,7 +134,7 @@ class _Ours:
 
     def __init__(self, choice: oracle.Choice, weights: Weights, setup: BenchSetup) -> None:
         self.layer = make_layer(choice, weights, setup.split, setup.moves)
-        self._out = torch.empty(0)
+        self._out = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def __call__(self, x: Tensor, ids: Tensor, routed: Tensor) -> Tensor:
         if self._out.shape != x.shape:

@@ -132,9 +132,9 @@ class Windows:
 
 def dense_gemms(device: torch.device) -> dict[str, Call]:
     """Square GEMMs of random numbers, by input type."""
-    bf16 = [torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).bfloat16() for _ in range(2)]
+    bf16 = [torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.float32, device=device).bfloat16() for _ in range(2)]
     fp8 = [matrix.to(torch.float8_e4m3fn) for matrix in bf16]
-    one = torch.ones((), device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     return {
         "bf16": lambda: bf16[0] @ bf16[1].t(),
         "fp8": lambda: torch._scaled_mm(fp8[0], fp8[1].t(), one, one, out_dtype=torch.bfloat16),
@@ -144,7 +144,7 @@ def dense_gemms(device: torch.device) -> dict[str, Call]:
 def window_rates(windows: Windows) -> dict[str, float]:
     """The GPU's limits over the same window: GB/s of reads, TFLOP/s of dense bf16 and fp8 GEMMs."""
     device = windows.device
-    buffer = torch.ones(READ_BYTES // 4, device=device)
+    buffer = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
     calls: dict[str, Sequence[Call]] = {
         **{name: [call] for name, call in dense_gemms(device).items()},
         "sum": [buffer.sum],

@@ -122,7 +122,7 @@ class Weights:
         reach = activations.spec.dtype.max
         for level in activations.spec.scales[:-1]:
             reach *= level.dtype.max
-        return as_integer(torch.full((experts,), INPUT_RANGE / reach, device=self.device))
+        return as_integer(torch.full((experts,), INPUT_RANGE / reach, dtype=torch.float32, device=self.device))
 
 
 def require_memory(count: int, device: torch.device) -> None:
@@ -154,15 +154,21 @@ def batches(problem: Problem, tokens: int, routing: str, count: int, device: tor
     for seed in range(count):
         g = torch.Generator().manual_seed(seed)
         ids, _ = Simulation(routing, seed).draw(tokens, problem.experts, problem.top_k, torch.device("cpu"))
-        weights = torch.rand(tokens, problem.top_k, generator=g) + 0.5
-        x = torch.randn(tokens, problem.hidden, generator=g).to(problem.input.storage)
+        weights = torch.rand(tokens, problem.top_k, generator=g, dtype=torch.float32, device=g.device) + 0.5
+        x = torch.randn(tokens, problem.hidden, generator=g, dtype=torch.float32, device=g.device).to(
+            problem.input.storage
+        )
         result.append(Batch(x.to(device), ids.to(device, torch.int32), (weights / weights.sum(1, True)).to(device)))
     return result
 
 
 def _random(shape: MatrixShape, g: torch.Generator) -> LogicalWeight:
     """A normal matrix with a random factor for each row, divided by sqrt(k) to preserve the input's magnitude."""
-    factors = torch.exp2(0.5 * torch.randn(shape.n, 1, generator=g, device=g.device))
-    values = torch.randn(shape.n, shape.k, generator=g, device=g.device).mul_(factors).div_(shape.k**0.5)
-    bias = torch.randn(shape.n, generator=g, device=g.device) if shape.bias else None
+    factors = torch.exp2(0.5 * torch.randn(shape.n, 1, generator=g, dtype=torch.float32, device=g.device))
+    values = (
+        torch.randn(shape.n, shape.k, generator=g, dtype=torch.float32, device=g.device)
+        .mul_(factors)
+        .div_(shape.k**0.5)
+    )
+    bias = torch.randn(shape.n, generator=g, dtype=torch.float32, device=g.device) if shape.bias else None
     return replace(quantize(values, shape.spec), bias=bias)

@@ -98,7 +98,8 @@ def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterato
         for expert, part in enumerate(parts):
             yield f"{block}.block_sparse_moe.experts.{expert}.{projection}.weight", part.contiguous()
     for layer in range(metadata["llama.block_count"]):
-        router = torch.zeros(EXPERTS, metadata["llama.embedding_length"], dtype=torch.bfloat16)
+        columns = metadata["llama.embedding_length"]
+        router = torch.zeros(EXPERTS, columns, dtype=torch.bfloat16, device="cpu")
         yield f"model.layers.{layer}.block_sparse_moe.gate.weight", router
 
 

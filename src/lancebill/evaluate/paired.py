@@ -39,9 +39,9 @@ def bootstrap(a: Tensor, b: Tensor, *, seed: int = 0) -> Difference:
     differences = b.double() - a.double()
     count = differences.numel()
     generator = torch.Generator().manual_seed(seed)
-    means = torch.empty(SAMPLES, dtype=torch.float64)
+    means = torch.empty(SAMPLES, dtype=torch.float64, device="cpu")
     for i in range(SAMPLES):
-        means[i] = differences[torch.randint(count, (count,), generator=generator)].mean()
+        means[i] = differences[torch.randint(count, (count,), generator=generator, device="cpu")].mean()
     mean = float(differences.mean())
     centred = (means - mean).abs()
     extreme = int((centred >= abs(mean)).sum()) if mean else SAMPLES

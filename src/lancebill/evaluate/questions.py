@@ -115,5 +115,5 @@ def score(answers: Sequence[str], questions: Sequence[Question]) -> dict[str, Sc
     scores = {}
     for name, read_number in (("strict", strict), ("flexible", flexible)):
         right = [read_number(answer) == question.answer for answer, question in zip(answers, questions)]
-        scores[name] = Score(torch.tensor(right))
+        scores[name] = Score(torch.tensor(right, dtype=torch.bool, device="cpu"))
     return scores

@@ -82,7 +82,7 @@ def answers(model: Any, tokenizer: Any, texts: Sequence[str], tokens: int) -> li
         if (ids.shape[1] - start) % EVERY:
             return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - EVERY - LAST) :].tolist())
-        return torch.tensor([NEXT in end for end in ends], device=ids.device)
+        return torch.tensor([NEXT in end for end in ends], dtype=torch.bool, device=ids.device)
 
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, stopping_criteria=[starts_next_question])

@@ -74,7 +74,7 @@ class PackedInts(Scheme):
         n, k, bits, codes = weight.n, weight.k, self.spec.dtype.bits, weight.codes
         stored = {
             "scale": from_level(weight.scales[0], self.part("scale"), n, k),
-            "shape": torch.tensor([n, k], dtype=torch.int64),
+            "shape": torch.tensor([n, k], dtype=torch.int64, device="cpu"),
         }
         if self.reordered:
             codes, stored["perm"] = to_natural_order(weight, self.spec.group or k)

@@ -88,8 +88,8 @@ class Bnb4Scheme(Scheme):
         return {
             "codes": pack_bits(flat.view(-1, 2).flip(1).reshape(-1), 4, TORCH_DTYPES[storage]).reshape(-1, 1),
             "scale": self._flatten_scales(weight.scales[0], n, k),
-            "table": torch.tensor(self.spec.dtype.table, dtype=torch.float32),
-            "state": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+            "table": torch.tensor(self.spec.dtype.table, dtype=torch.float32, device="cpu"),
+            "state": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8, device="cpu"),
         }
 
     def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
@@ -189,7 +189,7 @@ class Bnb8Scheme(Scheme):
         return {
             "codes": (weight.codes ^ 0x80).view(torch.int8),
             "scale": weight.scales[0].reshape(-1),
-            "layout": torch.zeros((), dtype=torch.uint8),
+            "layout": torch.zeros((), dtype=torch.uint8, device="cpu"),
         }
 
 

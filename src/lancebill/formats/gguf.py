@@ -62,7 +62,11 @@ class GgufScheme(Scheme):
         if len(self.spec.scales) > inner:
             # Files written without calibration omit the tensor's scale, which is then one.
             outer = stored.get("scale_2")
-            scales.append(torch.ones(*lead, 1, 1, device=codes.device) if outer is None else scalar(outer, lead))
+            scales.append(
+                torch.ones(*lead, 1, 1, dtype=torch.float32, device=codes.device)
+                if outer is None
+                else scalar(outer, lead)
+            )
         return LogicalWeight(self.spec, codes, tuple(scales), minimum=tuple(levels[inner:]))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
@@ -85,8 +89,10 @@ class GgufScheme(Scheme):
     def random_stored(self, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor] | None:
         if not isinstance(self.block, GridType):
             return None
-        data = torch.randint(256, (n, k // self.block.columns, self.block.size), generator=generator)
-        outer = torch.exp2(torch.rand(data.shape[:-1], generator=generator) * 6 - 5).half().view(torch.int16)
+        size, device = (n, k // self.block.columns, self.block.size), generator.device
+        data = torch.randint(256, size, generator=generator, device=device)
+        exponents = torch.rand(data.shape[:-1], generator=generator, dtype=torch.float32, device=device) * 6 - 5
+        outer = torch.exp2(exponents).half().view(torch.int16)
         parts = self.block.read(data.int())._replace(outer=outer.int().unsqueeze(-1))
         return {"codes": self.block.write(parts).to(torch.uint8)}
 

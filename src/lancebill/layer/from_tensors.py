@@ -109,7 +109,7 @@ def parts_from_tensors(
     parts = pull(recipe, reader_of(tensors, device), source=source_of(tensors.values(), device))
     if expert_map is None:
         return parts
-    return replace(parts, expert_map=torch.as_tensor(expert_map, dtype=torch.int32).to(device))
+    return replace(parts, expert_map=torch.as_tensor(expert_map, dtype=torch.int32, device=device))
 
 
 def _as_checkpoint(

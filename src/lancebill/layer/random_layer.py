@@ -62,7 +62,7 @@ def _fill_inputs(recipe: Recipe, packed: Mapping[str, Packed]) -> None:
         for name, value in ((SCALE, scale), (PRE_SCALE, 1.0)):
             if name in packed[matrix]:
                 buffer = packed[matrix][name]
-                buffer.copy_(as_integer(torch.full(buffer.shape, value, device=buffer.device)))
+                buffer.copy_(as_integer(torch.full(buffer.shape, value, dtype=torch.float32, device=buffer.device)))
 
 
 def _random_router(recipe: Recipe, seed: int) -> dict[str, Tensor]:
@@ -73,9 +73,9 @@ def _random_router(recipe: Recipe, seed: int) -> dict[str, Tensor]:
     roles = recipe.manifest.naming.router.roles
     used = {"bias", "correction"} if routing.correction else {"bias"}
     columns = layer.experts + routing.zero_experts
-    router = {role: torch.zeros(columns, device=device) for role in roles if role in used}
+    router = {role: torch.zeros(columns, dtype=torch.float32, device=device) for role in roles if role in used}
     if routing.expert_scale:
-        router["scale"] = torch.ones(layer.experts, device=device)
+        router["scale"] = torch.ones(layer.experts, dtype=torch.float32, device=device)
     vocabulary = recipe.manifest.config.model.get("vocab_size")
     if routing.hashed and isinstance(vocabulary, int):
         generator = torch.Generator(device).manual_seed(_mixed(seed, layer.index))

@@ -136,7 +136,7 @@ class PlainLayout(Layout):
 def bias_of(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
     """fp32 [..., n, 1]; zeros where a matrix of the layer has none."""
     if weight.bias is None:
-        return torch.zeros(*weight.lead, shape.n, 1, device=weight.device)
+        return torch.zeros(*weight.lead, shape.n, 1, dtype=torch.float32, device=weight.device)
     return weight.bias.float().unsqueeze(-1)
 
 

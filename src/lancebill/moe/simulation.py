@@ -12,23 +12,25 @@ from lancebill.errors import SpecError
 
 
 def _uniform(tokens: int, experts: int, top_k: int) -> Tensor:
-    return torch.zeros(experts)
+    return torch.zeros(experts, dtype=torch.float32, device="cpu")
 
 
 def _zipf(tokens: int, experts: int, top_k: int) -> Tensor:
     """The r-th most popular expert is 1/r as likely as the first."""
-    return -torch.arange(1, experts + 1).float().log()
+    return -torch.arange(1, experts + 1, dtype=torch.float32, device="cpu").log()
 
 
 def _normal(tokens: int, experts: int, top_k: int) -> Tensor:
     """A normal distribution over the expert indices, with a standard deviation of a sixth of them."""
-    distance = torch.arange(experts) - (experts - 1) / 2
+    distance = torch.arange(experts, dtype=torch.float32, device="cpu") - (experts - 1) / 2
     return -0.5 * (distance / (experts / 6)).square()
 
 
 def _first(count: int, experts: int) -> Tensor:
     """Only so many experts are ever selected."""
-    return torch.where(torch.arange(experts) < count, 0.0, -torch.inf)
+    likelihood = torch.zeros(experts, dtype=torch.float32, device="cpu")
+    likelihood[count:] = -torch.inf
+    return likelihood
 
 
 def _one_hot(tokens: int, experts: int, top_k: int) -> Tensor:
@@ -48,7 +50,7 @@ def _half_empty(tokens: int, experts: int, top_k: int) -> Tensor:
 
 def _half_to_one(tokens: int, experts: int, top_k: int) -> Tensor:
     """Every second token goes to one expert; all other choices are uniform."""
-    likelihood = torch.zeros(tokens, experts)
+    likelihood = torch.zeros(tokens, experts, dtype=torch.float32, device="cpu")
     likelihood[::2, 0] = torch.inf
     return likelihood
 
@@ -82,9 +84,10 @@ class Simulation:
     def draw(self, tokens: int, experts: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ids and equal weights [tokens, top_k]."""
         generator = torch.Generator().manual_seed(self.seed)
-        log_likelihood = KINDS[self.kind](tokens, experts, top_k)[..., torch.randperm(experts, generator=generator)]
+        order = torch.randperm(experts, generator=generator, device="cpu")
+        log_likelihood = KINDS[self.kind](tokens, experts, top_k)[..., order]
         # Gumbel trick: the k largest log-likelihoods plus Gumbel noise are a draw without replacement.
-        noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
+        noise = -torch.empty(tokens, experts, dtype=torch.float32, device="cpu").exponential_(generator=generator).log()
         ids = torch.topk(log_likelihood + noise, top_k).indices
-        weights = torch.full((tokens, top_k), 1 / top_k)
+        weights = torch.full((tokens, top_k), 1 / top_k, dtype=torch.float32, device="cpu")
         return ids.to(device), weights.to(device)

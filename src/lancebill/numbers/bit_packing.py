@@ -268,7 +268,7 @@ def unpack_padded(words: Tensor, bits: int, count: int) -> Tensor:
 
 def pack_awq(codes: Tensor) -> Tensor:
     """Eight 4-bit columns per int32 in AWQ's interleaved order, zero-padded at the end."""
-    order = torch.tensor(AWQ_ORDER, device=codes.device)
+    order = torch.tensor(AWQ_ORDER, dtype=torch.int64, device=codes.device)
     grouped = _pad_last(codes, 8).unflatten(-1, (-1, 8)).index_select(-1, order)
     return pack_bits(grouped.flatten(-2), 4, torch.int32)
 
@@ -308,7 +308,7 @@ def _turn_awq(words: Tensor) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    inverse = torch.tensor(sorted(range(8), key=AWQ_ORDER.__getitem__), device=words.device)
+    inverse = torch.tensor(sorted(range(8), key=AWQ_ORDER.__getitem__), dtype=torch.int64, device=words.device)
     codes = unpack_bits(words, 4, words.shape[-1] * 8)
     columns: Tensor = codes.unflatten(-1, (-1, 8)).index_select(-1, inverse)
     return columns.flatten(-2)

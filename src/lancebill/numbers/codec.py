@@ -93,7 +93,7 @@ def _step(weight: LogicalWeight, low: int, high: int) -> PerBlock | None:
 def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high: int, k: int) -> PerBlock:
     """The product of `levels` for rows [low, high), left to right, and the block width of the result."""
     side = finest(level.block for level in levels)[1]
-    total = torch.ones(1, 1, device=tensors[0].device if tensors else None)
+    total = torch.ones(1, 1, dtype=torch.float32, device=tensors[0].device)
     for level, codes in zip(levels, tensors):
         values = level.dtype.decode(rows_of(codes, level.block[0], low, high))
         factor = spread(values, (1, level.block[1]), (1, side), high - low, k)
@@ -148,7 +148,7 @@ def keeps_codes(old: QuantSpec, new: QuantSpec) -> bool:
 def _probe(spec: QuantSpec) -> LogicalWeight:
     """One block of zeros with scales of one, which every scale type can represent."""
     rows = max((level.block[0] or 1 for level in spec.levels), default=1)
-    return quantize(torch.zeros(rows, spec.widest), spec)
+    return quantize(torch.zeros(rows, spec.widest, dtype=torch.float32, device="cpu"), spec)
 
 
 def _quantize(

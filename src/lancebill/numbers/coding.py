@@ -172,7 +172,7 @@ def _search_tables(
         exact = (Fraction(dtype.table[low]) + Fraction(dtype.table[high])) / 2
         middle = torch.tensor(float(exact), dtype=torch.float32, device="cpu")  # whatever the default device is
         if Fraction(middle.item()) > exact or (Fraction(middle.item()) == exact and low % 2 == 1 and high % 2 == 0):
-            middle = torch.nextafter(middle, torch.tensor(-math.inf, device="cpu"))
+            middle = torch.nextafter(middle, torch.tensor(-math.inf, dtype=torch.float32, device="cpu"))
         edges.append(middle.item())
     boundaries = torch.tensor(edges, dtype=torch.float32, device="cpu")
     code_of = None if codes == list(range(len(codes))) else torch.tensor(codes, dtype=torch.uint8, device=device)
@@ -192,4 +192,6 @@ def _cells(boundaries: Tensor) -> tuple[Tensor, Tensor] | None:
     below, above = ranks.amin(0), ranks.amax(0)
     if int((above - below).amax()) > 1:
         return None
-    return below.to(torch.uint8), torch.cat([boundaries, torch.tensor([math.inf], device="cpu")])[below]
+    return below.to(torch.uint8), torch.cat([boundaries, torch.tensor([math.inf], dtype=torch.float32, device="cpu")])[
+        below
+    ]

@@ -32,7 +32,7 @@ def random_weight(
         scales,
         None if spec.zero is None else _zero_points(spec.zero, n, k, mean, device),
         minimum,
-        bias=torch.randn(n, generator=generator, device=device).mul_(0.1) if bias else None,
+        bias=torch.randn(n, generator=generator, dtype=torch.float32, device=device).mul_(0.1) if bias else None,
         perm=torch.randperm(k, generator=generator, device=device).to(torch.int32) if act_order else None,
     )
 
@@ -67,7 +67,7 @@ def _codes(spec: QuantSpec, n: int, k: int, size: float, generator: torch.Genera
     """All codes, equally often; 16- and 32-bit floats are normally distributed."""
     dtype, device = spec.dtype, generator.device
     if not dtype.table:
-        return torch.randn(n, k, generator=generator, device=device).mul_(size).to(dtype.storage)
+        return torch.randn(n, k, generator=generator, dtype=torch.float32, device=device).mul_(size).to(dtype.storage)
     # Eight bytes from each random number: on a CPU, generating them is most of the work.
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-n * k // 8),), generator=generator, device=device)
     codes = words.view(torch.uint8)[: n * k].view(n, k)
@@ -83,7 +83,7 @@ def _zero_points(zero: Zero, n: int, k: int, mean: float, device: torch.device) 
     """The mean code, so that values have mean zero."""
     shape = zero.shape(n, k)
     if zero.dtype != ZERO16:
-        return zero.dtype.encode(torch.full(shape, mean, device=device))
+        return zero.dtype.encode(torch.full(shape, mean, dtype=torch.float32, device=device))
     return torch.full(shape, round(mean), dtype=torch.int16, device=device)
 
 
@@ -100,7 +100,8 @@ def _scales(
         typical[widest] = min(max(wanted, 2 * dtype.min_positive), max(dtype.max / 2, dtype.min_positive))
     tensors = []
     for level, value in zip(levels, typical):
-        jitter = torch.rand(level.shape(n, k), generator=generator, device=generator.device).mul_(0.5).add_(0.75)
+        drawn = torch.rand(level.shape(n, k), generator=generator, dtype=torch.float32, device=generator.device)
+        jitter = drawn.mul_(0.5).add_(0.75)
         tensors.append(level.dtype.encode(jitter.mul_(value)))
     return tuple(tensors), math.prod(map(_applied, levels, typical))
 

@@ -77,7 +77,7 @@ def _translate(codes: Tensor, old: DType, new: DType) -> Tensor:
     """Codes of one table to codes of another table that contains all its values."""
     if old == new:
         return codes
-    table = new.encode(torch.tensor(old.table, device=codes.device))
+    table = new.encode(torch.tensor(old.table, dtype=torch.float32, device=codes.device))
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
@@ -137,7 +137,7 @@ def _type_fits(new: DType, old: DType) -> bool:
     """Whether `new` has every value of `old`, NaN included, bit for bit."""
     if old == new or not old.table:
         return old == new or (new == F32 and old.kind != INTEGER)
-    return _represents(new, torch.tensor(old.table))
+    return _represents(new, torch.tensor(old.table, dtype=torch.float32, device="cpu"))
 
 
 def _codes_fit(new: DType, weight: LogicalWeight) -> bool:
@@ -145,7 +145,8 @@ def _codes_fit(new: DType, weight: LogicalWeight) -> bool:
     old = weight.spec.dtype
     if old == new:
         return True
-    if not _represents(new, torch.tensor([old.table[c] for c in old.valid_codes])):
+    values = torch.tensor([old.table[c] for c in old.valid_codes], dtype=torch.float32, device="cpu")
+    if not _represents(new, values):
         return False
     return len(old.valid_codes) == len(old.table) or bool(old.decode(weight.codes).isfinite().all())
 

@@ -84,7 +84,8 @@ def _candidates(scale: Scale, spec: QuantSpec, codes: Tensor) -> Iterator[Tensor
     """Codes of the other scales to try."""
     dtype = scale.dtype
     if dtype.table and dtype.kind == FLOAT:  # its positive codes are in the order of their values
-        lowest, highest = dtype.encode(torch.tensor([dtype.min_positive, dtype.max])).tolist()
+        ends = torch.tensor([dtype.min_positive, dtype.max], dtype=torch.float32, device="cpu")
+        lowest, highest = dtype.encode(ends).tolist()
         for offset in _NEXT_POWER if dtype == E8M0 else _NEIGHBOURS:
             yield (codes.int() + (-offset if scale.op == DIV else offset)).clamp_(lowest, highest).to(torch.uint8)
     elif not dtype.table:
@@ -135,7 +136,7 @@ class _Trial:
         if side == 1:
             found = best_scales(*self._inputs(steps, low, high))
             return _least(self._errors(steps, low, high)) if found is None else found
-        per_row = torch.empty(len(steps), high - low, steps.shape[2], device=self.grid.device)
+        per_row = torch.empty(len(steps), high - low, steps.shape[2], dtype=torch.float32, device=self.grid.device)
         count = max(1, _CHUNK // k)
         for first in range(low, high, count):
             last = min(high, first + count)

@@ -151,7 +151,7 @@ class ExpertParallel(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The logical expert of each physical one: without it the rows of a state_dict cannot be interpreted."""
-        return torch.tensor(self.assignment.logical, dtype=torch.int32)
+        return torch.tensor(self.assignment.logical, dtype=torch.int32, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         logical = tuple(state.reshape(-1).tolist())

@@ -75,7 +75,7 @@ class RankGroup:
     def gather_text(self, text: str, device: torch.device) -> list[str]:
         """The texts of all ranks, in rank order. Sent as byte tensors, so that nothing is unpickled."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-        lengths = self.all_gather(torch.tensor([data.numel()], device=device)).tolist()
+        lengths = self.all_gather(torch.tensor([data.numel()], dtype=torch.int64, device=device)).tolist()
         padded = torch.nn.functional.pad(data, (0, max(lengths) - data.numel()))
         rows = self.all_gather(padded).view(len(lengths), -1).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]

@@ -98,7 +98,7 @@ class ReplicaTables(nn.Module):
         ranks, slots = zip(*assignment.homes)
         counts = [len(ids) for ids in assignment.replicas]
         for name, values in {"replicas": padded, "counts": counts, "rank": ranks, "slot": slots}.items():
-            self.register_buffer(name, torch.tensor(values, device=device), persistent=False)
+            self.register_buffer(name, torch.tensor(values, dtype=torch.int64, device=device), persistent=False)
 
     def choose(self, ids: Tensor) -> Tensor:
         """Physical ids (int32) for logical ids [M, k]; invalid ids become -1.

@@ -66,7 +66,7 @@ class KeysValues:
         last = self._layers.get(shapes[-1].layer)
         if last is None or last[0].shape[2] < end or self._addresses is None:
             for shape in shapes:
-                like = torch.empty(1, shape.heads, 0, shape.dim, dtype=dtype)
+                like = torch.empty(1, shape.heads, 0, shape.dim, dtype=dtype, device="cpu")
                 self._grow(shape.layer, like, like, end)
             pairs = [self._layers[layer] for layer in range(max(self._layers) + 1)]
             addresses = [tensor.data_ptr() for pair in pairs for tensor in pair]
@@ -200,10 +200,10 @@ class RaggedModel:
         device, counts = self.model.device, [len(each) for each in tokens]
         positions = [sequence.length + i for sequence, count in zip(sequences, counts) for i in range(count)]
         logits = self.model(
-            torch.tensor([[token for each in tokens for token in each]], device=device),
-            position_ids=torch.tensor([positions], device=device),
+            torch.tensor([[token for each in tokens for token in each]], dtype=torch.int64, device=device),
+            position_ids=torch.tensor([positions], dtype=torch.int64, device=device),
             use_cache=False,
-            logits_to_keep=torch.tensor(counts, device=device).cumsum(0) - 1,
+            logits_to_keep=torch.tensor(counts, dtype=torch.int64, device=device).cumsum(0) - 1,
             ragged=Slices(sequences, counts),
         ).logits
         for sequence, count in zip(sequences, counts):
@@ -248,7 +248,7 @@ class SeparateModel:
         rows = []
         for sequence, new in zip(sequences, tokens):
             self._dynamic_angles.forget()
-            ids = torch.tensor([list(new)], device=self.model.device)
+            ids = torch.tensor([list(new)], dtype=torch.int64, device=self.model.device)
             result = self.model(ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1)
             sequence.cache = result.past_key_values
             rows.append(result.logits[0, -1])

@@ -54,7 +54,7 @@ class Sampling:
 
     def asked(self, prompt: Sequence[int]) -> Tensor | None:
         """The different tokens of a prompt, if they change how tokens are chosen."""
-        return torch.tensor(prompt, dtype=torch.int64).unique() if self.repetition_penalty != 1 else None
+        return torch.tensor(prompt, dtype=torch.int64, device="cpu").unique() if self.repetition_penalty != 1 else None
 
     def generator(self) -> torch.Generator:
         """Random numbers of this answer alone, whatever runs beside it."""
@@ -111,15 +111,19 @@ def choose(
 
 def _adjusted(logits: Tensor, how: Sampling, earlier: Sequence[int], asked: Tensor | None) -> Tensor:
     if asked is not None:
-        said = torch.cat([asked, torch.tensor(earlier, dtype=torch.int64)])
+        said = torch.cat([asked, torch.tensor(earlier, dtype=torch.int64, device="cpu")])
         scores, penalty = logits[said], how.repetition_penalty
         logits = logits.index_copy(0, said, torch.where(scores < 0, scores * penalty, scores / penalty))
     if (how.presence_penalty or how.frequency_penalty) and earlier:
-        seen, counts = torch.tensor(earlier).unique(return_counts=True)
+        seen, counts = torch.tensor(earlier, dtype=torch.int64, device="cpu").unique(return_counts=True)
         logits = logits.index_add(0, seen, -(how.presence_penalty + how.frequency_penalty * counts.float()))
     if how.logit_bias:
         ids, biases = list(how.logit_bias), list(how.logit_bias.values())
-        logits = logits.index_add(0, torch.tensor(ids), torch.tensor(biases, dtype=torch.float32))
+        at, added = (
+            torch.tensor(ids, dtype=torch.int64, device="cpu"),
+            torch.tensor(biases, dtype=torch.float32, device="cpu"),
+        )
+        logits = logits.index_add(0, at, added)
     return logits
 
 
@@ -139,7 +143,7 @@ def _pick(logits: Tensor, how: Sampling, source: torch.Generator) -> int:
         weights, ids = weights[likely], likely if ids is None else ids[likely]
     if how.min_p > 0:  # the largest weight is 1
         weights = np.where(weights < how.min_p, 0, weights)
-    drawn = _drawn(weights, float(torch.rand((), generator=source, dtype=torch.float64)))
+    drawn = _drawn(weights, float(torch.rand((), generator=source, dtype=torch.float64, device="cpu")))
     return drawn if ids is None else int(ids[drawn])
 
 

@@ -133,7 +133,7 @@ def _call(host: CpuExecutor, count: int) -> tuple[HostCall, int]:
     places = torch.arange(problem.global_experts, dtype=torch.int32, device="cpu")
     places[places >= problem.experts] = -1
     call = host.host_call(shape, places, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu"))
-    call.x.copy_(torch.linspace(-1, 1, problem.hidden, device="cpu"))
+    call.x.copy_(torch.linspace(-1, 1, problem.hidden, dtype=torch.float32, device="cpu"))
     call.weights.fill_(1.0)
     call.ids.fill_(-1)
     call.ids[:, 0] = torch.arange(rows, device="cpu") % experts

@@ -80,7 +80,7 @@ class DecodeProgram:
         """Rows of fp32 for the steps; the same ones for the same name and width. Memory is used when it is written."""
         found = self._buffers.get((name, width))
         if found is None:
-            found = self._buffers[name, width] = torch.empty(self.most_rows, width, device="cpu")
+            found = self._buffers[name, width] = torch.empty(self.most_rows, width, dtype=torch.float32, device="cpu")
         return found
 
     def pick(self, x: Tensor, out: Tensor) -> None:
@@ -108,7 +108,7 @@ class DecodeProgram:
     def packed(self, x: Tensor, linear: CpuExecutor, out: Tensor) -> None:
         """One packed matrix."""
         plan, structs = self._planned(linear, CONTIGUOUS)
-        offsets = torch.tensor([0, self.most_rows], device="cpu")
+        offsets = torch.tensor([0, self.most_rows], dtype=torch.int64, device="cpu")
         self._kept.append(offsets)
         work = call.linear_work(plan, torch.float32, offsets)
         self._call(DecodeStep.PACKED, x, structs, work, out)
@@ -123,7 +123,7 @@ class DecodeProgram:
             raise UnsupportedProblem("a decode step cannot route like this", got=routing)
         plan, structs = self._planned(layer, INDEXED)
         ids = torch.zeros(self.most_rows, routing.top_k, dtype=torch.int32, device="cpu")
-        weights = torch.zeros(self.most_rows, routing.top_k, device="cpu")
+        weights = torch.zeros(self.most_rows, routing.top_k, dtype=torch.float32, device="cpu")
         route = abi.RoutingStruct.from_buffer_copy(bound.template)
         route.ids, route.weights = host_address(ids), host_address(weights)
         self._kept += [ids, weights, route, router]

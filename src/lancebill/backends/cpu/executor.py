@@ -132,7 +132,8 @@ def _linear_call(
     """Further calls with an x of the same shape and dtype, as long as the weights have not moved."""
     shape, dtype, device = x.shape, x.dtype, x.device
     result = (*shape[:-1], plan.problem.w13.n)
-    offsets = torch.tensor([0, shape[:-1].numel()], device=device)  # kept by the function below: the library reads it
+    # Kept by the function below: the library reads it.
+    offsets = torch.tensor([0, shape[:-1].numel()], dtype=torch.int64, device=device)
     template = call.linear_work(plan, dtype, offsets)
     scratch: dict[int, int] = {}  # bytes, by number of threads
 

@@ -31,7 +31,8 @@ def repeat_to_rows(shape: MatrixShape, level: Level, stored: Tensor) -> Tensor:
 
 def scale_product(shape: MatrixShape, group: int, levels: list[tuple[Scale, Tensor]]) -> Tensor:
     """The product of scale levels, fp32 [..., N, groups]; 1 if there are none."""
-    product = torch.ones(shape.n, -(-shape.k // group))
+    device = levels[0][1].device if levels else "cpu"
+    product = torch.ones(shape.n, -(-shape.k // group), dtype=torch.float32, device=device)
     for level, stored in levels:
         numbers = repeat_to_groups(shape, group, level, level.dtype.decode(stored))
         product = product.to(stored.device)
@@ -41,7 +42,7 @@ def scale_product(shape: MatrixShape, group: int, levels: list[tuple[Scale, Tens
 
 def row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
     """fp32 [..., N, 1]: the product of all scales that cover whole rows."""
-    product = torch.ones(shape.n, 1, device=weight.device)
+    product = torch.ones(shape.n, 1, dtype=torch.float32, device=weight.device)
     for level, stored in zip(shape.spec.scales, weight.scales):
         if level.block[1] == ALL:
             numbers = repeat_to_rows(shape, level, level.dtype.decode(stored))

@@ -229,7 +229,7 @@ class CpuLayout(Layout):
     def _zeros(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
         """[N, groups]: bytes in units of the table, or fp32 offsets that are subtracted after scaling."""
         spec = shape.spec
-        offset = torch.zeros(shape.n, 1, device=weight.device)
+        offset = torch.zeros(shape.n, 1, dtype=torch.float32, device=weight.device)
         if spec.zero is not None and weight.zero is not None:
             zero = repeat_to_groups(shape, form.group, spec.zero, weight.zero)
             if form.zero == abi.ZeroKind.U8:

@@ -162,7 +162,7 @@ def _ones(experts: int, columns: int, device: torch.device) -> Tensor:
     key = experts, columns, device
     found = _ONES.get(key)
     if found is None:
-        made = outside_pools(device, None, lambda: torch.ones(experts, columns, device=device))
+        made = outside_pools(device, None, lambda: torch.ones(experts, columns, dtype=torch.float32, device=device))
         found = _ONES.setdefault(key, made)
     return found
 

@@ -365,7 +365,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
     """The product of all scales that cover all of K, [..., n, 1]."""
-    factors = torch.ones(n, 1, device=device)
+    factors = torch.ones(n, 1, dtype=torch.float32, device=device)
     for level, stored in levels.items():
         each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1)
         factors = factors / each if level.op == DIV else factors * each

@@ -53,4 +53,4 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     time."""
     if fast_empty is None or device.type != "cuda":
         return partial(torch.empty, shape, dtype=dtype, device=device)
-    return partial(fast_empty, shape, torch.empty(shape, device="meta").stride(), dtype)
+    return partial(fast_empty, shape, torch.empty(shape, dtype=dtype, device="meta").stride(), dtype)

@@ -91,7 +91,7 @@ def _order(bits: int, device: torch.device) -> Tensor:
     """The order of a thread's 32 codes in memory: in every word, even columns first."""
     per = 32 // bits
     places = [first + 2 * (i % (per // 2)) + i // (per // 2) for first in range(0, 32, per) for i in range(per)]
-    return torch.tensor(places, device=device)
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def _channel_order(shape: MatrixShape) -> list[int] | None:

@@ -144,7 +144,9 @@ class _Checker:
         for i, (level, codes, found) in enumerate(zip(self.spec.scales, self.weight.scales, self.extents)):
             what, role = f"scale {i + 1}", self._scale_role(i)
             if found.high == level.dtype.max and level.dtype.table and codes.numel() > 1:
-                top = codes == level.dtype.encode(torch.tensor(level.dtype.max, device=codes.device))
+                top = codes == level.dtype.encode(
+                    torch.tensor(level.dtype.max, dtype=torch.float32, device=codes.device)
+                )
                 if 2 * int(torch.count_nonzero(top)) > codes.numel():
                     hint = "the scales were not fitted to these weights: quantise them again"
                     yield from self._report(role, what, f"saturated at {level.dtype.max:g}", top, hint)

@@ -31,7 +31,7 @@ def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
         out[..., : tensor.shape[-2], : tensor.shape[-1]] = tensor
         return out
 
-    one, nothing = torch.ones(1, device=weight.device), torch.zeros(1, device=weight.device)
+    one, nothing = torch.tensor([[1.0], [0.0]], dtype=torch.float32, device=weight.device)
     blank = one if _has_zero(spec) else nothing
     if blank is nothing and (any(s.block[0] != 1 for s in spec.scales) or not _can_be_zero(spec)):
         raise ShardError(f"{spec} cannot be padded", expected="a code or a scale of each row that is zero")
@@ -65,7 +65,7 @@ def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> T
     """[n, k] codes that decode to 0: the zero points, since padding may share a block with real weights."""
     spec, device = weight.spec, weight.device
     if spec.zero is None or zero is None:
-        return spec.dtype.encode(torch.zeros(1, device=device)).expand(*weight.lead, n, k).clone()
+        return spec.dtype.encode(torch.zeros(1, dtype=torch.float32, device=device)).expand(*weight.lead, n, k).clone()
     rows, columns = (
         torch.zeros(size, dtype=torch.int64, device=device)
         if side == ALL

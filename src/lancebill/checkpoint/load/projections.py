@@ -138,7 +138,8 @@ def _trim(
 ) -> LogicalWeight:
     """Cut a decoded covering slice, which starts at `origin`, to exactly these rows and columns."""
     if projection.step > 1:
-        weight = weight.rows(torch.arange(rows[0], rows[1]) * projection.step + projection.first - origin[0])
+        numbers = torch.arange(rows[0], rows[1], device=weight.device)
+        weight = weight.rows(numbers * projection.step + projection.first - origin[0])
         local_rows: Span = (0, weight.n)
     else:
         offset = projection.first - origin[0]

@@ -40,7 +40,7 @@ class Scratch(threading.local):
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         start, size = self._used, torch.Size(shape).numel() * dtype.itemsize
         if not size or start + size > self._size:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if self._buffer is None:
             self._buffer = system_memory(self._size)
         self._used = -(-(start + size) // _ALIGNED) * _ALIGNED

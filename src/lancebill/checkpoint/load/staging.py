@@ -132,7 +132,8 @@ class Fetched:
         with self._allocating:
             if not self._buffers or self._used + size > len(self._buffers[-1]):
                 pinned = self._device.type == "cuda"
-                self._buffers.append(torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned))
+                most = max(size, BUFFER_BYTES)
+                self._buffers.append(torch.empty(most, dtype=torch.uint8, device="cpu", pin_memory=pinned))
                 self._used = 0
             start, self._used = self._used, -(-(self._used + size) // _ALIGNED) * _ALIGNED
             buffer = self._buffers[-1]

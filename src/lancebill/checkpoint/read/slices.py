@@ -25,7 +25,7 @@ Reader = Callable[[str, Index], Tensor]  # (tensor name, index) -> tensor[index]
 
 
 def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class _Memory(threading.local):
@@ -116,7 +116,7 @@ def _read(descriptor: int, out: Tensor, offset: int, strides: list[int], path: P
             _read(descriptor, out[i], offset + i * step, strides[1:], path)
         return
     rows = max(1, CHUNK // step)
-    scratch = torch.empty((min(rows, len(out)) - 1) * step + reach, dtype=torch.uint8)
+    scratch = torch.empty((min(rows, len(out)) - 1) * step + reach, dtype=torch.uint8, device="cpu")
     for first in range(0, len(out), rows):
         part = out[first : first + rows]
         used = scratch[: (len(part) - 1) * step + reach]

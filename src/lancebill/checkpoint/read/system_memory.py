@@ -30,4 +30,6 @@ def system_memory(size: int) -> Tensor:
 def large_from_system(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new tensor; if it is large, in memory of its own."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.empty(shape, dtype=dtype) if size < LEAST else system_memory(size).view(dtype).view(tuple(shape))
+    if size < LEAST:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return system_memory(size).view(dtype).view(tuple(shape))

@@ -165,7 +165,7 @@ class _ExpertConverter:
             parts, fitted = fitted[: len(job.sources)], fitted[len(job.sources) :]
             weight = parts[0] if len(parts) == 1 else stack(parts)
             if len(parts) > 1 and job.form.interleaved:
-                weight = weight.rows(torch.arange(weight.n).view(2, -1).t().reshape(-1))
+                weight = weight.rows(torch.arange(weight.n, device=weight.device).view(2, -1).t().reshape(-1))
             self._write(job, self.output.scheme.encode(weight))
         return cost
 

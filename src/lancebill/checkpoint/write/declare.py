@@ -80,7 +80,7 @@ def _encoded(scheme: Scheme, n: int, k: int) -> Mapping[str, Stored]:
     Where a tensor's size does not follow from its axes, a matrix of full size is encoded.
     """
     side = math.lcm(PROBE, *(level.block[1] or 1 for level in scheme.spec.levels))
-    small = scheme.encode(quantize(torch.zeros(PROBE, side), scheme.spec))
+    small = scheme.encode(quantize(torch.zeros(PROBE, side, dtype=torch.float32, device="cpu"), scheme.spec))
     declared = {}
     for role, tensor in small.items():
         part, dtype = scheme.part(role), DTYPE_NAMES[tensor.dtype]
@@ -88,7 +88,7 @@ def _encoded(scheme: Scheme, n: int, k: int) -> Mapping[str, Stored]:
         axes = next(a for a in part.axes if ax.fits(ax.shape(a, PROBE, side, part.ratio(dtype)), tuple(tensor.shape)))
         declared[role] = Stored(dtype, ax.shape(axes, n, k, part.ratio(dtype)))
     if any(ax.ANY in stored.shape for stored in declared.values()):
-        full = scheme.encode(quantize(torch.zeros(n, k), scheme.spec))
+        full = scheme.encode(quantize(torch.zeros(n, k, dtype=torch.float32, device="cpu"), scheme.spec))
         return {role: Stored(DTYPE_NAMES[t.dtype], tuple(t.shape)) for role, t in full.items()}
     return declared
 

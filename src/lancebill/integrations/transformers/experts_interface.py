@@ -111,7 +111,9 @@ class ModuleExperts:
         def weight(tensor: Tensor, bias: Tensor | None, interleaved: bool) -> LogicalWeight:
             matrix = tensor[expert].t().contiguous() if self.transposed else tensor[expert]
             stored = LogicalWeight(self.spec, matrix, bias=None if bias is None else bias[expert])
-            return stored.rows(torch.arange(stored.n).view(-1, 2).t().reshape(-1)) if interleaved else stored
+            if not interleaved:
+                return stored
+            return stored.rows(torch.arange(stored.n, device=matrix.device).view(-1, 2).t().reshape(-1))
 
         return {
             W13: weight(self.up, self.up_bias, self.interleaved),

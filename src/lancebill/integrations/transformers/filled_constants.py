@@ -25,6 +25,6 @@ class FilledConstants(TorchFunctionMode):
 
 
 def _filled(numbers: list[bool | int | float], is_list: bool, **options: Any) -> torch.Tensor:
-    dtype = options.pop("dtype", None) or torch.tensor(numbers).dtype
+    dtype = options.pop("dtype", None) or torch.tensor(numbers, device="cpu").dtype
     parts = [torch.full((1,), number, dtype=dtype, **options) for number in numbers]
     return torch.cat(parts) if is_list else parts[0].reshape(())

@@ -19,7 +19,7 @@ Change = Callable[[Tensor, str], Tensor]
 
 
 def _pairs(heads: int, rows: int) -> Tensor:
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    return torch.arange(rows, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 def query_pairs(config: Any, rows: int) -> Tensor:
@@ -37,7 +37,7 @@ PAIRS: dict[str, Order] = {"attn_q": query_pairs, "attn_k": key_pairs}
 
 def _queries_keys_values(config: Any, rows: int) -> tuple[Tensor, ...]:
     keys = config.num_key_value_heads * config.head_dim
-    return torch.arange(rows).split([config.num_attention_heads * config.head_dim, keys, keys])
+    return torch.arange(rows, device="cpu").split([config.num_attention_heads * config.head_dim, keys, keys])
 
 
 def query_rows(config: Any, rows: int) -> Tensor:
@@ -66,20 +66,25 @@ def delta_heads(config: Any, rows: int) -> Tensor:
     """Queries, keys, values and gates of linear attention: each of all heads in the file, together in a head here."""
     heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
-    parts = torch.arange(rows).split([heads * keys, heads * keys, heads * values, heads * values])
+    parts = torch.arange(rows, device="cpu").split([heads * keys, heads * keys, heads * values, heads * values])
     return torch.cat([part.view(heads, -1) for part in parts], dim=1).reshape(-1)
 
 
 def values_of_heads(config: Any, rows: int) -> Tensor:
     """Value heads of linear attention: here those of a key head together, in the file the first of each, and so on."""
     heads = config.linear_num_key_heads
-    return torch.arange(rows).view(config.linear_num_value_heads // heads, heads, -1).transpose(0, 1).reshape(-1)
+    return (
+        torch.arange(rows, device="cpu")
+        .view(config.linear_num_value_heads // heads, heads, -1)
+        .transpose(0, 1)
+        .reshape(-1)
+    )
 
 
 def values_of_heads_below(config: Any, rows: int) -> Tensor:
     """The same below the queries and keys, which are in order."""
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-    return torch.cat([torch.arange(keys), keys + values_of_heads(config, rows - keys)])
+    return torch.cat([torch.arange(keys, device="cpu"), keys + values_of_heads(config, rows - keys)])
 
 
 def minus_one(tensor: Tensor, name: str) -> Tensor:

@@ -226,7 +226,11 @@ def _factors(checkpoint: Checkpoint, file: _File, stored: StoredFactors, count: 
     scale = float(file.number("rope.scaling.attn_factor") or 1.0)
     made = {"rope_type": "longrope", "factor": 1.0, "attention_factor": scale, **dict.fromkeys(stored.scales, scale)}
     for key, name in (("short_factor", stored.short), ("long_factor", stored.long)):
-        factors = checkpoint.read(name).float() if name in checkpoint.tensors else torch.empty(0)
+        factors = (
+            checkpoint.read(name).float()
+            if name in checkpoint.tensors
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         if factors.shape != (count,) or not (factors > 0).all() or not factors.isfinite().all():
             what = "these factors of rotary frequencies cannot be used"
             raise MalformedFile(what, where=f"{file.where}: {name}", expected=f"{count} positive numbers")

@@ -68,7 +68,8 @@ class NativeDecoder:
         angles = rotary_angles(model)
         if angles is None:
             raise UnsupportedProblem("a model without rotary positions")
-        self.angles, self._table = angles, (torch.empty(0), torch.empty(0))
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.angles, self._table = angles, (nothing, nothing)
         rotary = model.config.get_text_config().to_dict().get("rope_parameters") or {}
         self._fixed_angles = rotary.get("rope_type") in _FIXED_ANGLES
         if self._fixed_angles:
@@ -106,7 +107,7 @@ class NativeDecoder:
 
     def _rows(self, ids: Sequence[int], rows: DecodeRows) -> Tensor:
         """The same for as many tokens as the buffers hold."""
-        self._embed(torch.tensor(ids, device="cpu"))
+        self._embed(torch.tensor(ids, dtype=torch.int64, device="cpu"))
         self.program.run(rows)
         return torch.from_numpy(self.logits[: len(rows.picks)].numpy().copy())  # torch would use its threads
 
@@ -129,11 +130,11 @@ class NativeDecoder:
     def _rotation(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Cosines and sines, from a table where possible: torch computes those of a few rows on several threads."""
         if not self._fixed_angles:
-            return self._computed_angles(torch.tensor(positions, device="cpu"))
+            return self._computed_angles(torch.tensor(positions, dtype=torch.int64, device="cpu"))
         if max(positions) >= len(self._table[0]):
             end = max(FIRST_ANGLES, 1 << max(positions).bit_length())
             self._table = self._computed_angles(torch.arange(end, device="cpu"))
-        rows = torch.tensor(positions, device="cpu")
+        rows = torch.tensor(positions, dtype=torch.int64, device="cpu")
         return self._table[0][rows], self._table[1][rows]
 
     def _computed_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

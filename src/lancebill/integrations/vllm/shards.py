@@ -34,12 +34,12 @@ class RankPart:
 def find_shard(load: Load, layer: tuple[int, int], module: tuple[int, int]) -> RankPart:
     """Where vLLM's loader puts a module of this size in a layer's matrix of this size."""
     if layer[1] == module[1]:
-        target = torch.full((layer[0], 1), EMPTY)
-        load(target, torch.arange(module[0]).unsqueeze(1))
+        target = torch.full((layer[0], 1), EMPTY, dtype=torch.int64, device="cpu")
+        load(target, torch.arange(module[0], device="cpu").unsqueeze(1))
         at, rows = _run(target.squeeze(1))
         return RankPart(at, rows, (0, module[1]))
-    target = torch.full((1, layer[1]), EMPTY)
-    load(target, torch.arange(module[1]).unsqueeze(0))
+    target = torch.full((1, layer[1]), EMPTY, dtype=torch.int64, device="cpu")
+    load(target, torch.arange(module[1], device="cpu").unsqueeze(0))
     _, columns = _run(target.squeeze(0))
     return RankPart(0, (0, module[0]), columns)
 

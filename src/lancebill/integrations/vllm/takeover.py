@@ -228,7 +228,7 @@ class Takeover:
         layer = self.layers[index]
         with torch_defaults():
             layer.rehome(layer.packed, layer.held_experts, expert_map)
-            self._maps[index] = torch.tensor(expert_map, dtype=torch.int32)
+            self._maps[index] = torch.tensor(expert_map, dtype=torch.int32, device="cpu")
         self._reserved = False
 
     def movable(self, index: int) -> list[Tensor]:

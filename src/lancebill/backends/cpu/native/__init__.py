@@ -34,12 +34,12 @@ class _Scratch(threading.local):
     """Scratch memory of one thread, reused from call to call: touching new pages is slow."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def at_least(self, count: int) -> Tensor:
         if self.memory.numel() >= count:
             return self.memory
-        memory = torch.empty(count, dtype=torch.uint8)
+        memory = torch.empty(count, dtype=torch.uint8, device="cpu")
         if count <= _MAX_KEPT_SCRATCH:
             self.memory = memory
         return memory
