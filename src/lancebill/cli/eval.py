@@ -107,6 +107,7 @@ def _evaluate_variants(
 ) -> list[dict[str, Any]]:
     from lancebill.evaluate.questions import read_questions, read_text
     from lancebill.evaluate.run import evaluate as evaluate_model
+    from lancebill.numbers.torch_defaults import torch_defaults
 
     loaded: list[dict[str, Any]] = []
 
@@ -121,7 +122,7 @@ def _evaluate_variants(
     test_questions = read_questions(questions)[:limit] if questions is not None else []
     few_shot = read_questions(examples)[:shots] if examples is not None else []
     body = None if text is None else read_text(text)
-    with ui.progress("evaluating", 0) as advance:
+    with ui.progress("evaluating", 0) as advance, torch_defaults():
         results = evaluate_model(
             load, variants, text=body, questions=test_questions, examples=few_shot, progress=advance, **options
         )

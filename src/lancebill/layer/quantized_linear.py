@@ -25,6 +25,7 @@ from lancebill.moe.layout import W13, MatrixShape
 from lancebill.moe.problem import FAST, Problem
 from lancebill.numbers.codec import dequantize, requantize
 from lancebill.numbers.spec import ActivationSpec, QuantSpec
+from lancebill.numbers.torch_defaults import default_device
 from lancebill.numbers.weight import FACTORS, LogicalWeight
 
 
@@ -42,13 +43,13 @@ class QuantizedLinear(PackedModule):
         path: str | Path | Checkpoint,
         module: str,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         backend: str = oracle.AUTO,
         weights: str | QuantSpec | None = None,
         activations: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedLinear:
-        """Any linear module of a checkpoint, by its name."""
+        """Any linear module of a checkpoint, by its name; on torch's default device unless another is given."""
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         stored = find_module(checkpoint.config, checkpoint.headers, checkpoint.read, module)
         weight = load_projection(checkpoint.read, stored)
@@ -67,7 +68,7 @@ class QuantizedLinear(PackedModule):
         cls,
         weight: LogicalWeight,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         backend: str = oracle.AUTO,
         activations: ActivationSpec | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -75,7 +76,7 @@ class QuantizedLinear(PackedModule):
         where: str = "linear",
         refuse_slow: bool = False,
     ) -> QuantizedLinear:
-        """A matrix in memory. Its inputs are unquantised by default.
+        """A matrix in memory. Its inputs are unquantised by default; `device` as in `from_checkpoint`.
 
         `refuse_slow`: raise where a plain tensor of the same numbers would be faster, unless `backend` names one.
         """
@@ -91,7 +92,7 @@ class QuantizedLinear(PackedModule):
             pre_scale=FACTORS in weight.inputs,
             order=order,
         )
-        choice = oracle.select(problem, device, backend)
+        choice = oracle.select(problem, default_device() if device is None else device, backend)
         if refuse_slow:
             slow_choice.refuse_slow(choice)
         at = choice.device.torch

@@ -35,6 +35,7 @@ from lancebill.moe.routing import Routing
 from lancebill.numbers.loss import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.numbers.torch_defaults import default_device
 from lancebill.numbers.weight import FACTORS
 from lancebill.split.moves import OFF
 from lancebill.split.split import Split, parse_bytes, part_map
@@ -51,6 +52,7 @@ _FIRST_OF = {W13: GATE, W2: DOWN}  # the projection that stands for all of a mat
 class LoadOptions:
     """How a layer is to be loaded; the keyword arguments of `from_checkpoint`.
 
+    `device` is torch's default device unless another is given.
     `top_k` and `activation` are what the engine computes with; they must be the checkpoint's.
     `progress` is called with the number of bytes packed since its last call.
     `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") limit the experts on `device`. The CPU computes the
@@ -61,7 +63,7 @@ class LoadOptions:
     `router` False says that the engine routes: the layers cannot, and do not wait for the router's tensors.
     """
 
-    device: str | torch.device = "cpu"
+    device: str | torch.device = field(default_factory=default_device)
     placement: Placement = field(default_factory=Placement)
     backend: str = oracle.AUTO
     weights: WeightRules = None

@@ -74,6 +74,7 @@ from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, s
 from lancebill.moe.device import parse_device
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST
+from lancebill.numbers.torch_defaults import default_device, torch_defaults
 from lancebill.split.moves import OFF
 
 register()
@@ -113,11 +114,12 @@ class PackedModel(GraphedGeneration):
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write a standard checkpoint in the experts' format; see `save_pretrained.save_packed`."""
         assert isinstance(self, PreTrainedModel)
-        save_packed(self, self.lancebill_origin, Path(save_directory), rest=self.lancebill_rest, **options)
+        with torch_defaults():
+            save_packed(self, self.lancebill_origin, Path(save_directory), rest=self.lancebill_rest, **options)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, without the ways of decoding that transformers downloads as code."""
-        with refusing("generate", "a way of decoding that is code on the hub"):
+        with refusing("generate", "a way of decoding that is code on the hub"), torch_defaults():
             return super().generate(*args, **kwargs)
 
     def load_custom_generate(self, pretrained_model_name_or_path: Any = None, **_: Any) -> NoReturn:
@@ -138,7 +140,7 @@ def from_pretrained(
     weights: WeightRules = None,
     activations: ActivationRules = None,
     backend: str = oracle.AUTO,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     dtype: torch.dtype | str = "auto",
     order: str = FAST,
     revision: str | None = None,
@@ -153,7 +155,8 @@ def from_pretrained(
 
     Other matrices that are stored quantised stay packed too. `weights` and `activations` take a spec or rules for the
     experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
-    the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
+    the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type). Without
+    `device` the model goes to torch's default device, as in transformers: the CPU, unless that was changed.
     `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU, `gpu_experts` those of each layer: the others stay in
     host memory, computed by `cpu_threads` threads of the CPU (docs/hybrid.md). `moves` "recency" keeps those on the
     GPU that were used last. `progress`, instead of transformers' bar, is called with the bytes of experts packed so far
@@ -161,6 +164,7 @@ def from_pretrained(
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
+    device = default_device() if device is None else device
     target = parse_device(device).torch
     check_split(gpu_memory, gpu_experts, moves, cpu_threads, order=order)
     folder = model_path(local_path(path, revision))
@@ -174,18 +178,34 @@ def from_pretrained(
     options = LoadOptions(target, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
         options = replace(options, gpu_memory=gpu_memory, gpu_experts=gpu_experts, moves=moves, cpu_threads=cpu_threads)
+    with torch_defaults():
+        model = _loaded(config, checkpoint, options, stored, RestRules(rest_weights, rest_inputs), progress, kwargs)
+    model.config.name_or_path = model.name_or_path = str(path)
+    return model
+
+
+def _loaded(
+    config: PretrainedConfig,
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    stored: torch.dtype,
+    rest_rules: RestRules,
+    progress: Callable[[int, int], None] | None,
+    others: dict[str, Any],
+) -> Any:
+    """The model with all its weights; `others` are keywords of transformers."""
+    folder, wide = checkpoint.path, options.dtype
     experts = _experts(config, checkpoint, options)
     other_tensors = _other_tensors(config, checkpoint, experts, wide)
-    model = _without_experts(config, folder, state_dict=dict(other_tensors), dtype=wide, **kwargs)
-    rest = pack_rest(model, options, RestRules(rest_weights, rest_inputs), read_quantized(other_tensors.values()))
+    model = _without_experts(config, folder, state_dict=dict(other_tensors), dtype=wide, **others)
+    rest = pack_rest(model, options, rest_rules, read_quantized(other_tensors.values()))
     model.lancebill_rest = replace(rest, not_quantised=_computed_as(stored, wide))
-    model = _on_device(model, target, stored, wide)
+    model = _on_device(model, parse_device(options.device).torch, stored, wide)
     give_back_freed()
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
         kind = type(model.generation_config or GenerationConfig())  # some models have a class of their own
         model.generation_config = load_generation_config(kind, folder)
-    model.config.name_or_path = model.name_or_path = str(path)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
     return model
 
@@ -224,7 +244,8 @@ def reload_experts(model: Any, **changes: Any) -> None:
     origin: Origin = model.lancebill_origin
     options = replace(origin.options, **changes)
     checkpoint = origin.checkpoint
-    load_experts(model, mixtures_of(checkpoint, options))
+    with torch_defaults():
+        load_experts(model, mixtures_of(checkpoint, options))
     model.lancebill_origin = Origin.of(model, checkpoint, options)
 
 

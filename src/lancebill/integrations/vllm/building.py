@@ -22,8 +22,9 @@ from lancebill.integrations.vllm.gguf import gguf_file
 from lancebill.integrations.vllm.linear import LinearMethod
 from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import OFF, OFFER, REQUIRE, Settings, parse_settings
-from lancebill.integrations.vllm.takeover import Source, Takeover, torch_defaults
+from lancebill.integrations.vllm.takeover import Source, Takeover
 from lancebill.layer.model_experts import ModelExperts
+from lancebill.numbers.torch_defaults import torch_defaults
 
 logger = init_logger("vllm.lancebill")
 

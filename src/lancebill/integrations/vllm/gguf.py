@@ -29,8 +29,9 @@ from lancebill.errors import CheckpointError, UnsupportedProblem
 from lancebill.integrations.transformers import gguf_models
 from lancebill.integrations.transformers.gguf_config import config_of
 from lancebill.integrations.transformers.loaders import load_tokenizer, model_of
-from lancebill.integrations.vllm.takeover import Takeover, torch_defaults
+from lancebill.integrations.vllm.takeover import Takeover
 from lancebill.layer.model_experts import ModelExperts
+from lancebill.numbers.torch_defaults import torch_defaults
 
 logger = init_logger("vllm.lancebill")
 

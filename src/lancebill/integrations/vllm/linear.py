@@ -16,8 +16,8 @@ from lancebill.errors import LancebillError, UnsupportedProblem
 from lancebill.integrations.vllm.other_weights import DequantizedTensor
 from lancebill.integrations.vllm.settings import Settings
 from lancebill.integrations.vllm.shards import Load, RankPart, cut, dequantized, find_shard, joined
-from lancebill.integrations.vllm.takeover import torch_defaults
 from lancebill.layer.quantized_linear import QuantizedLinear
+from lancebill.numbers.torch_defaults import torch_defaults
 from lancebill.numbers.weight import LogicalWeight
 
 logger = init_logger("vllm.lancebill")

@@ -7,7 +7,6 @@ The layers live here, outside vLLM's module tree: vLLM's reload moves every para
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,19 +33,8 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.device import parse_device
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import INDEXED
+from lancebill.numbers.torch_defaults import torch_defaults
 from lancebill.split.host_threads import HostThreads
-
-
-@contextmanager
-def torch_defaults() -> Iterator[None]:
-    """torch's own default device and dtype: vLLM changes both while it builds and loads a model."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)
