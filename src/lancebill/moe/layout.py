@@ -68,10 +68,11 @@ class Layout(ABC):
 
     def allocate(self, shape: MatrixShape, experts: int, device: torch.device | str = "cpu") -> Packed:
         """Uninitialised buffers for all local experts."""
-        return {
-            name: torch.empty((experts, *size), dtype=dtype, device=device)
-            for name, (size, dtype) in self.storage(shape).items()
-        }
+        with torch.inference_mode(False):  # a refit may write to them outside of it
+            return {
+                name: torch.empty((experts, *size), dtype=dtype, device=device)
+                for name, (size, dtype) in self.storage(shape).items()
+            }
 
     def bytes(self, shape: MatrixShape) -> int:
         """Bytes of one expert's matrix."""

@@ -58,7 +58,8 @@ class SplitExecutor(Executor):
                     return self.run(x, dispatch, out)
             x, ids, weights = x.contiguous(), dispatch.ids.contiguous(), dispatch.weights.contiguous()
             dispatch = Indexed(ids, weights, dispatch.expert_map)
-        with self._maps(dispatch) as maps:
+        # In inference mode, because only there all buffers can be written that calls in and outside of it have made.
+        with torch.inference_mode(), self._maps(dispatch) as maps:
             dispatch = Indexed(dispatch.ids, dispatch.weights, maps.own)
             if on_gpu:
                 return self._run_on_gpu(x, dispatch, maps.host, out)

@@ -94,8 +94,9 @@ def allocate_inputs(
     """Buffers for the scales that the checkpoint stores (`roles`) and that these activations need."""
     check_static(roles, spec, where)
     buffers: Packed = {}
-    if spec.spec.quantized and _has_scale(roles):
-        buffers[SCALE] = torch.empty(experts, dtype=torch.int32, device=device)
-    if FACTORS in roles:
-        buffers[PRE_SCALE] = torch.empty(experts, k, dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # a refit may write to them outside of it
+        if spec.spec.quantized and _has_scale(roles):
+            buffers[SCALE] = torch.empty(experts, dtype=torch.int32, device=device)
+        if FACTORS in roles:
+            buffers[PRE_SCALE] = torch.empty(experts, k, dtype=torch.int32, device=device)
     return buffers
