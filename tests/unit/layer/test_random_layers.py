@@ -70,7 +70,7 @@ def test_random_layers_compute_and_depend_on_the_seed(fmt: str, family: str) -> 
     out = layer(x, topk_ids=ids, topk_weights=weights)
     assert out.isfinite().all() and 0.02 < float(out.float().std()) < 2
     with torch.device("meta"):  # nothing may be made on the default device
-        again = RoutedExperts.random(config, 0, seed=3)
+        again = RoutedExperts.random(config, 0, seed=3, device="cpu")
     same = again(x, topk_ids=ids, topk_weights=weights)
     other = RoutedExperts.random(config, 0, seed=4)(x, topk_ids=ids, topk_weights=weights)
     assert torch.equal(out, same) and not torch.equal(out, other)
