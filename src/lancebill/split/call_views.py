@@ -138,7 +138,9 @@ class CallViews:
     """The views of one layer. They are kept: a captured graph does not say when it ends."""
 
     def __init__(self, live: Tensor, everywhere: Tensor) -> None:
-        self.live, self.everywhere, self.uses = live, everywhere, Uses(live.numel(), live.device)
+        self.live, self.everywhere = live, everywhere
+        with torch.inference_mode(False):  # later calls write to it, in inference mode or not
+            self.uses = Uses(live.numel(), live.device)
         self.held: dict[Hashable, CallView] = {}
 
     def current(self) -> CallView:
@@ -148,7 +150,8 @@ class CallViews:
         found = self.held.get(key)
         if found is None:
             given = self.live, self.everywhere, self.uses
-            found = self.held[key] = ThreadView(*given) if queue is None else StreamView(*given, queue)
+            with torch.inference_mode(False):
+                found = self.held[key] = ThreadView(*given) if queue is None else StreamView(*given, queue)
         return found
 
     def under_way(self) -> list[tuple[CallView, int]]:
