@@ -164,8 +164,7 @@ def from_pretrained(
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
-    device = default_device() if device is None else device
-    target = parse_device(device).torch
+    target = parse_device(default_device() if device is None else device).torch
     check_split(gpu_memory, gpu_experts, moves, cpu_threads, order=order)
     folder = model_path(local_path(path, revision))
     checkpoint = open_checkpoint(folder)
@@ -185,14 +184,9 @@ def from_pretrained(
 
 
 def _loaded(
-    config: PretrainedConfig,
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    stored: torch.dtype,
-    rest_rules: RestRules,
-    progress: Callable[[int, int], None] | None,
-    others: dict[str, Any],
-) -> Any:
+    config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOptions, stored: torch.dtype, rest_rules: RestRules,
+    progress: Callable[[int, int], None] | None, others: dict[str, Any],
+) -> Any:  # fmt: skip
     """The model with all its weights; `others` are keywords of transformers."""
     folder, wide = checkpoint.path, options.dtype
     experts = _experts(config, checkpoint, options)
@@ -242,8 +236,7 @@ def _on_device(model: Any, target: torch.device, stored: torch.dtype, wide: torc
 def reload_experts(model: Any, **changes: Any) -> None:
     """Load the experts of a model again from its checkpoint, with changed options (weights, activations, backend)."""
     origin: Origin = model.lancebill_origin
-    options = replace(origin.options, **changes)
-    checkpoint = origin.checkpoint
+    checkpoint, options = origin.checkpoint, replace(origin.options, **changes)
     with torch_defaults():
         load_experts(model, mixtures_of(checkpoint, options))
     model.lancebill_origin = Origin.of(model, checkpoint, options)
