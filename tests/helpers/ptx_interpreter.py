@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 _TYPES = {
     "u32": ctypes.c_uint32, "s32": ctypes.c_int32, "b32": ctypes.c_uint32,
@@ -18,12 +21,21 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 
 
+@cache
+def variables(ptx: str) -> dict[str, Any]:
+    """What a module keeps in global memory between its launches."""
+    return {
+        name: _TYPES[kind](0) for kind, name in re.findall(r"^\.global \.align \d \.(\w+) (\w+);", ptx, re.MULTILINE)
+    }
+
+
 class Kernel:
     """One entry of a PTX text."""
 
     def __init__(self, ptx: str, name: str) -> None:
         text = re.sub(r"//[^\n]*", "", ptx).split(f".entry {name}(", 1)[1]
         head, body = text.split(")", 1)
+        self.variables = {name: ctypes.addressof(cell) for name, cell in variables(ptx).items()}
         self.parameters = re.findall(r"\.param \.u64 (\w+)", head)
         self.code: list[str] = []
         self.labels: dict[str, int] = {}
@@ -46,9 +58,11 @@ class Kernel:
 
     def _thread(self, given: dict[str, int], shared: dict[str, int], thread: int) -> Iterator[bool]:
         """Yields at barriers."""
-        registers = {"%tid.x": thread}
+        registers = {"%tid.x": thread, **self.variables}
 
         def value(word: str) -> int:
+            if word == "%globaltimer":
+                return time.monotonic_ns()
             return registers[word] if word in registers else int(word, 0)
 
         def put(register: str, number: int) -> None:
@@ -81,6 +95,10 @@ class Kernel:
                 put(words[0], value(words[1]))
             elif name == "add":
                 put(words[0], value(words[1]) + value(words[2]))
+            elif name == "sub":
+                put(words[0], value(words[1]) - value(words[2]))
+            elif name == "nanosleep":
+                time.sleep(value(words[0]) / 1e9)
             elif name == "shl":
                 put(words[0], value(words[1]) << value(words[2]))
             elif name == "ld" and kinds[0] == "param":

@@ -30,6 +30,7 @@ STRUCTS = {
     "lancebill_layer": abi.LayerStruct,
     "lancebill_work": abi.WorkStruct,
     "lancebill_call": abi.CallStruct,
+    "lancebill_mailbox": abi.MailboxStruct,
     "lancebill_slots": abi.SlotsStruct,
     "lancebill_routing": abi.RoutingStruct,
     "lancebill_dense": abi.DenseStruct,
@@ -57,7 +58,7 @@ def test_version_matches_the_header() -> None:
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_field_offsets_match_the_compiler(tmp_path: Path) -> None:
-    lines = ['#include "lancebill.h"', "#include <cstdio>", "int main() {"]
+    lines = ['#include "mailbox.h"', "#include <cstdio>", "int main() {"]
     expected = []
     for name, struct in STRUCTS.items():
         lines.append(f'std::printf("%zu\\n", sizeof({name}));')

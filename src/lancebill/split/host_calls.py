@@ -27,6 +27,7 @@ MOST_CALLS = 64  # kept for eager calls, one for each number of tokens
 _THREADS: list[HostThreads] = []  # the pool of this process, once it is chosen
 # Pinned memory by queue. Calls of a queue run one at a time, so all layers share it. The calls keep it alive.
 _BUFFERS: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+_GIVEN_UP: list[MappedCall] = []  # whose owner is done with them, but which the library may still make
 
 
 class Queue(Protocol):
@@ -181,7 +182,7 @@ class HostCalls:
 
     def check(self) -> None:
         """Raise if a call has failed since the last check."""
-        for mapped in [*(made for _, made in self.eager.values()), *self.captured]:
+        for mapped in self._all():
             try:
                 mapped.call.check()
             except LaunchError as error:
@@ -216,10 +217,14 @@ class HostCalls:
         return MappedCall(call, queue.mapped(call.given), queue.mapped(call.out))
 
     def _wait(self) -> None:
-        """Until no eager call is waiting to be made."""
+        """Until no eager call is waiting to be made. Those that a GPU gave up are kept until they were made."""
         for queue in self._queues.values():
             queue.wait()
         self._queues.clear()
+        _GIVEN_UP[:] = [made for made in (*_GIVEN_UP, *self._all()) if made.call.may_be_made]
+
+    def _all(self) -> list[MappedCall]:
+        return [*(made for _, made in self.eager.values()), *self.captured]
 
     def _threads(self, host: CpuExecutor) -> HostThreads:
         if self._placed != host_threads():

@@ -6,6 +6,7 @@ The memory is never given back, because a thread of the library reads it; mailbo
 from __future__ import annotations
 
 import atexit
+import ctypes
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -26,13 +27,14 @@ _watched: dict[int, Library] = {}
 class Mailbox:
     """The mailbox of one queue: a stream, or the captured calls of a graph."""
 
-    def __init__(self, native: Library, address: int, free: list[int]) -> None:
-        """`free` gets the address back."""
+    def __init__(self, native: Library, address: int, owner: Mailboxes) -> None:
+        """`owner`, whose memory it is, gets the address back."""
         self.address, self._words = address, abi.MailboxStruct.from_address(address)
-        self._words.request, self._words.done, self._words.late = None, 0, 0
+        ctypes.memset(address, 0, _BYTES)
+        self._seen = 0  # the number of the last request that the GPU gave up, as far as it was told
         native.watch(address)
         _watched[address] = native
-        weakref.finalize(self, _give_back, address, free).atexit = False
+        weakref.finalize(self, _give_back, address, owner).atexit = False
 
     def ring(self, device: int, stream: int, call: int) -> None:
         """Queue: ask for this call."""
@@ -43,10 +45,15 @@ class Mailbox:
         given = self.address, host_address(sums), sums.numel(), int(LIMIT_S * 1e9)
         launch_ptx(PTX, "wait", _THREADS, device, stream, *given)
 
+    @property
+    def answered(self) -> bool:
+        """Whether all calls were made that were asked for so far."""
+        return bool(self._words.asked == self._words.done)
+
     def check(self) -> None:
         """Raise if the GPU has waited too long since the last check."""
-        late, self._words.late = self._words.late, 0
-        if late:
+        before, self._seen = self._seen, self._words.late
+        if self._seen != before:
             raise LaunchError(
                 f"the CPU did not compute its part within {LIMIT_S:g} seconds, so the result is NaN",
                 hint="the process was stopped, or the thread that computes it has ended",
@@ -69,16 +76,16 @@ class Mailboxes:
                 self._memory.append(allocate(_POOL))
                 first = -(-host_address(self._memory[-1]) // _BYTES) * _BYTES
                 self.free.extend(range(first, first + _POOL - _BYTES, _BYTES))
-            found = self._of_queue[key] = Mailbox(native, self.free.pop(), self.free)
+            found = self._of_queue[key] = Mailbox(native, self.free.pop(), self)
         return found
 
 
 PINNED = Mailboxes()  # in memory that a GPU can use
 
 
-def _give_back(address: int, free: list[int]) -> None:
+def _give_back(address: int, owner: Mailboxes) -> None:
     _watched.pop(address).unwatch(address)
-    free.append(address)
+    owner.free.append(address)
 
 
 def _stop() -> None:

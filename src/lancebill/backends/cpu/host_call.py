@@ -26,10 +26,15 @@ _GIVEN = 3  # pieces that the caller writes: x, ids, weights
 Allocate = Callable[[int], Tensor]  # bytes to a uint8 tensor of at least as many
 
 
-class Checked(Protocol):
-    """What can have failed since it was last asked."""
+class GpuRequests(Protocol):
+    """The requests of one queue of a GPU."""
 
-    def check(self) -> None: ...
+    @property
+    def answered(self) -> bool:
+        """Whether all calls were made that were asked for so far."""
+
+    def check(self) -> None:
+        """Raise if a call has failed since the last check."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class HostCall:
     ) -> None:
         """`keep` are the tensors that `structs` point to."""
         self.native, self.structs, self.expert_map, self.keep = native, structs, expert_map, keep
-        self.mailbox: Checked | None = None  # by which a GPU asks for this call, if it does
+        self.mailbox: GpuRequests | None = None  # by which a GPU asks for this call, if it does
         work = indexed_work(plan, shape.tokens, shape.x)
         work.threads, work.out_type = shape.threads, FLOAT[torch.float32]
         work.expert_map = host_address(expert_map)
@@ -103,6 +108,11 @@ class HostCall:
     @property
     def argument(self) -> int:
         return ctypes.addressof(self.call)
+
+    @property
+    def may_be_made(self) -> bool:
+        """Whether a GPU has asked for the call, or for another in its mailbox, and has perhaps not waited for it."""
+        return self.mailbox is not None and not self.mailbox.answered
 
     def run(self) -> None:
         """Make the call now, as CUDA would."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 15
+ABI = 16
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -204,8 +204,10 @@ class MailboxStruct(Structure):
 
     _fields_ = [
         ("request", c_void_p),
+        ("asked", c_uint32),
         ("done", c_uint32),
         ("late", c_uint32),
+        ("spoiled", c_uint32),
     ]
 
 

@@ -131,6 +131,7 @@ const char* lancebill_status_text(int32_t status) {
     case LANCEBILL_NO_MEMORY: return "no memory for scratch";
     case LANCEBILL_BAD_TOKEN: return "a token id is outside the hash table";
     case LANCEBILL_LOST_WORKER: return "a thread of the library ended before its task; the next call starts another";
+    case LANCEBILL_SPOILED: return "an earlier call came too late, and may have overwritten the rows of this one";
     default: return "unknown status";
   }
 }
@@ -167,7 +168,11 @@ void lancebill_host_call(void* given) {
   const int32_t status = lancebill_run(call.layer, call.work);
   const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - start;
   call.nanoseconds += taken.count();
-  if (status == LANCEBILL_OK) return;
+  if (status != LANCEBILL_OK) lancebill_fail_call(given, status);
+}
+
+void lancebill_fail_call(void* given, int32_t status) {
+  auto& call = *static_cast<lancebill_call*>(given);
   if (call.status == LANCEBILL_OK) call.status = status;
   if (call.work == nullptr || call.layer == nullptr || call.layer->w2 == nullptr) return;
   float* out = static_cast<float*>(call.work->out);

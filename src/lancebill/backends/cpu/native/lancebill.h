@@ -43,7 +43,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 15
+#define LANCEBILL_ABI 16
 
 #ifdef __cplusplus
 extern "C" {
@@ -178,14 +178,6 @@ typedef struct lancebill_call {
   int64_t count;              /* calls so far */
   int64_t nanoseconds;        /* that they took, together */
 } lancebill_call;
-
-/* Where a GPU asks for calls: in memory that both can write, 64-byte aligned, zero at first. The GPU sets `done` to 0,
- * then `request`; a thread of the library makes the call and sets `done` to 1. One call at a time. */
-typedef struct lancebill_mailbox {
-  void *request;  /* a lancebill_call; NULL: none */
-  uint32_t done;
-  uint32_t late;  /* set by the GPU if it waited too long */
-} lancebill_mailbox;
 
 /* The slots of a batch, dense. */
 typedef struct lancebill_slots {
@@ -330,7 +322,8 @@ enum lancebill_status {
   LANCEBILL_NO_LEVEL = 4,    /* this machine or this build does not have that level */
   LANCEBILL_NO_MEMORY = 5,
   LANCEBILL_BAD_TOKEN = 6,   /* a token id is outside the hash table */
-  LANCEBILL_LOST_WORKER = 7  /* a thread ended before its task did; the next call starts another one */
+  LANCEBILL_LOST_WORKER = 7, /* a thread ended before its task did; the next call starts another one */
+  LANCEBILL_SPOILED = 8      /* an earlier call of a mailbox came too late, and wrote where this one's rows are */
 };
 
 #pragma GCC visibility push(default)
@@ -354,10 +347,7 @@ int64_t lancebill_scratch_bytes(const lancebill_layer *layer, const lancebill_wo
 int32_t lancebill_run(const lancebill_layer *layer, const lancebill_work *work);
 
 void lancebill_host_call(void *call); /* a lancebill_call */
-
-/* Serve a mailbox from now on. It must stay where it is until lancebill_unwatch has returned. */
-int32_t lancebill_watch(lancebill_mailbox *box);
-void lancebill_unwatch(lancebill_mailbox *box);
+void lancebill_fail_call(void *call, int32_t status); /* what a call with this status does */
 
 /* How many slots each of the experts [experts] has. */
 void lancebill_count_slots(const lancebill_slots *slots, int32_t experts, double *counts);

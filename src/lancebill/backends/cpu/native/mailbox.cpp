@@ -14,7 +14,8 @@
 #include <mutex>
 #include <vector>
 
-#include "lancebill.h"
+#include "mailbox.h"
+
 #include "parallel.h"
 
 namespace lancebill {
@@ -30,13 +31,20 @@ void sleep_for(long nanoseconds) {
   nanosleep(&time, nullptr);
 }
 
-// Makes the call that was asked for, if one was.
+// Makes the call that was asked for, if one was. The request may be newer than its number, if the GPU gave up meanwhile:
+// then nobody waits for this answer, and the next look finds the newer number.
 bool serve(lancebill_mailbox& box) {
-  void* const call = __atomic_load_n(&box.request, __ATOMIC_ACQUIRE);
-  if (call == nullptr) return false;
-  __atomic_store_n(&box.request, nullptr, __ATOMIC_RELAXED);
-  lancebill_host_call(call);
-  __atomic_store_n(&box.done, 1u, __ATOMIC_RELEASE);
+  const uint32_t asked = __atomic_load_n(&box.asked, __ATOMIC_ACQUIRE);
+  if (asked == box.done) return false;
+  const auto given_up = [&] { return __atomic_load_n(&box.late, __ATOMIC_ACQUIRE) == asked; };
+  const bool wanted = !given_up();
+  if (wanted) {
+    void* const call = __atomic_load_n(&box.request, __ATOMIC_RELAXED);
+    box.spoiled ? lancebill_fail_call(call, LANCEBILL_SPOILED) : lancebill_host_call(call);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // the sums were written before `late` is read
+  box.spoiled = wanted && given_up();
+  __atomic_store_n(&box.done, asked, __ATOMIC_RELEASE);
   return true;
 }
 
