@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -123,7 +124,8 @@ def test_captures_are_asked_of_the_layers_gpu_and_memory_is_pinned_for_it(
     x, ids, weights = make_inputs(tokens)
     want = host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape))
     dispatch = Indexed(ids, weights, layer.expert_map)
-    out = split.run(x.as_subclass(OnGpu), dispatch, torch.empty(x.shape))
+    vars(split)["tensors"] = SimpleNamespace(device=OnGpu.device)  # none of its experts are there
+    out = split.run(x.as_subclass(OnGpu), dispatch, torch.empty(x.shape).as_subclass(OnGpu))
     assert torch.equal(out, want)
     assert {what for what, _ in gpus.asked} == {"capture", "pinned memory"}
     assert {index for _, index in gpus.asked} == {LAYERS} and gpus.current == OTHER
