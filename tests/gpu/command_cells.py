@@ -101,7 +101,7 @@ def run_chat(place: Place) -> None:
     words = ("chat", stored(place), "--system", "w9", "--max-tokens", 3, "--device", place.device)
     done = _call(*words, typed="w1 w2\n\n/clear\nw3\n/quit\nw4\n")
     answers = [line for line in done.stdout.splitlines() if line.startswith("w")]
-    assert [len(answer.split()) for answer in answers] == [3, 3], done.output
+    assert len(answers) == done.output.count("3 tokens, first after") == 2, done.output  # some tokens have no text
 
 
 def run_serve(place: Place) -> None:
