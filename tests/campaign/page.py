@@ -28,8 +28,8 @@ What was tried to break lancebill, how often, and what came of it. The page is m
 records in `benchmarks/results/reliability`; nothing in it is typed by hand. A row shows the newest run on each machine,
 with failures if there were any. "not run" means that no run is recorded yet, not that nothing is known.
 
-`make campaign` runs every part that needs no GPU at full size and records it; `make campaign PARTS=soak` runs one. Each
-command below takes options for its size and, with `--record`, writes a record. Figures held by the test suite are
+`nox -s campaign` runs every part that needs no GPU at full size and records it; `nox -s campaign -- soak` runs one.
+Each command below takes options for its size and, with `--record`, writes a record. Figures held by the test suite are
 counted by `tests/campaign/suite.py`. A commit that is not in the history was rebased after the run; several commits are
 those of the shards that were added up.
 """

@@ -1,4 +1,4 @@
-"""The tests of the C++ libraries under AddressSanitizer and UndefinedBehaviorSanitizer: `make test-native`, counted.
+"""The tests of the C++ libraries under AddressSanitizer and UndefinedBehaviorSanitizer: `nox -s native`, counted.
 
     python tests/campaign/sanitizers.py --jobs 2 --record
 

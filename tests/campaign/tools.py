@@ -1,6 +1,6 @@
-"""Counts the checkpoints of real tools that `make test-tools` judged, from its reports: by format and by tool.
+"""Counts the checkpoints of real tools that `nox -s tools` judged, from its reports: by format and by tool.
 
-    make test-tools && python tests/campaign/tools.py --record
+    nox -s tools && python tests/campaign/tools.py --record
 
 A test that passed compared every number of the checkpoints it read with the tool's own decoder. Formats that no tool of
 the run writes are not counted.

@@ -1,4 +1,4 @@
-"""`make test-families` judges every spelling of every family; `make test` one of each."""
+"""`nox -s families` judges every spelling of every family; `make test` one of each."""
 
 from __future__ import annotations
 

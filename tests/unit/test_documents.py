@@ -15,6 +15,7 @@ import typer
 
 import lancebill
 from benchmarks import __main__ as benchmarks
+from benchmarks.report import BLOCK
 from benchmarks.runner import SUBJECTS
 from lancebill.cli.main import app
 from lancebill.testing import tables
@@ -119,6 +120,25 @@ def test_every_feature_has_a_row() -> None:
 
 def test_make_help_lists_every_target() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([\w-]+):(?!=)", text, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):(?!=| FLAGS)", text, re.MULTILINE))
     phony = {word for words in re.findall(r"^\.PHONY: (.*)", text, re.MULTILINE) for word in words.split()}
-    assert targets == phony == set(re.findall(r'@echo "make ([\w-]+) ', text))
+    assert targets == phony == set(re.findall(r"^([\w-]+):.*  ## \w", text, re.MULTILINE))
+    assert len(text.splitlines()) <= 100
+
+
+def test_mentioned_targets_and_sessions_exist() -> None:
+    """Of the Makefile and of noxfile.py, which only nox can import."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    nox = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    sessions = {node.name for node in nox.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
+    for path in (*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"):
+        text = BLOCK.sub("", path.read_text(encoding="utf-8"))  # a record names the command that was run
+        assert set(re.findall(r"`make ([a-zA-Z-]+)", text)) <= targets, path.name
+        assert set(re.findall(r"nox -s ([a-z]+)", text)) <= sessions, path.name
+    values = {target.id: node.value for node in nox.body if isinstance(node, ast.Assign)
+              for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    tools, parts = ast.literal_eval(values["TOOLS"]), ast.literal_eval(values["PARTS"])
+    assert {f"test_{name}.py" for name in tools} == {
+        path.name for path in (ROOT / "tests/with_tools").glob("test_*.py")
+    }
+    assert all((ROOT / "tests" / "campaign" / f"{part}.py").exists() for part in parts)

@@ -130,5 +130,5 @@ def test_the_lock_file_has_every_development_package() -> None:
     lists = re.findall(r"^(?:dependencies|dev) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
     wanted = {name.lower().replace("_", "-") for text in lists for name in re.findall(r'"([\w.-]+)', text)}
     assert len(lists) == 2 and len(wanted) > 10
-    assert wanted - {"torch", "triton"} <= locked, "run `make lock`"
+    assert wanted - {"torch", "triton"} <= locked, "run `nox -s lock`"
     assert len(entries) == len(re.findall(r"^\w", lock, re.MULTILINE)) and "://" not in lock

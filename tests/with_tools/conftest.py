@@ -1,4 +1,4 @@
-"""Each test file needs a tool with an environment of its own: `make test-tools`. Other runs skip them."""
+"""Each test file needs a tool with an environment of its own: `nox -s tools`. Other runs skip them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""These tests need vLLM, in an environment of its own: `make test-vllm`, `make test-vllm-all`."""
+"""These tests need vLLM, in an environment of its own: `nox -s vllm`, `nox -s vllm -- all`."""
 
 from __future__ import annotations
 

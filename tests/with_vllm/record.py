@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import machine, runner
 from benchmarks.runner import Case, Record, Row
 
-COMMAND = "make test-vllm-all"
+COMMAND = "nox -s vllm -- all"
 
 
 def passed_before() -> frozenset[str]:

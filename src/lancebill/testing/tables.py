@@ -125,7 +125,7 @@ def _families() -> str:
     text = [
         f"Of causal language models, transformers {TRANSFORMERS} has {known} model types with routed experts;",
         f"{known - len(WITHOUT_ROW)} of them are read, in the hub's names and in transformers' own. Others,",
-        "such as Switch Transformers, are not. `make test-families` compares logits and chosen experts with",
+        "such as Switch Transformers, are not. `nox -s families` compares logits and chosen experts with",
         f"transformers. From published configs, without such a judge: {_listed(REMOTE_CODE)}.",
         "Names are followed by the formats from which transformers itself loads experts that are named like this;",
         "`convert` writes such names where there are any. A model type that knows only the names after the first is",

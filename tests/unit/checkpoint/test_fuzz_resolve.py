@@ -1,6 +1,6 @@
 """Mutated configs and headers of every format, resolved as `verify` does: only our own errors, and none takes long.
 
-`make fuzz` runs many more rounds.
+`nox -s fuzz` runs many more rounds.
 """
 
 from __future__ import annotations

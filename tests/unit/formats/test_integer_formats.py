@@ -1,4 +1,4 @@
-"""SGLang's int8 and w4afp8, torchao's int4 and HQQ, each by its definition. `make test-tools` asks the tools."""
+"""SGLang's int8 and w4afp8, torchao's int4 and HQQ, each by its definition. `nox -s tools` asks the tools."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How a conversion names the experts, so that transformers reads them, and whether it does.
 
 The facts are in the naming table (`loads`, `below`, `own_names`, `merges`) and in the formats (`in_transformers`);
-`make test-families` compares them with what transformers loads.
+`nox -s families` compares them with what transformers loads.
 """
 
 from __future__ import annotations
