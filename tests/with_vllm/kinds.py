@@ -75,7 +75,7 @@ class WrittenByExample:
         """The example's config. Dense modules have no scales, which tells all these formats that they are dense."""
         return {"quant_method": self.example.config.method, **self.example.config.quant}, self.example.scheme
 
-    def leave_rest(self, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
+    def leave_rest(self, config: Mapping[str, Any], experts: str, dense: Sequence[str]) -> dict[str, Any]:
         return dict(config)
 
     def in_transformers(self, spec: QuantSpec) -> Loading:

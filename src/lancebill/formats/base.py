@@ -330,10 +330,11 @@ class Format(ABC):
         """Whether plain transformers loads experts that `export` stores with this spec."""
         return Loading.NO
 
-    def leave_rest(self, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
-        """A config of `export` that leaves out all modules but those below the module `experts`, in any spelling.
+    def leave_rest(self, config: Mapping[str, Any], experts: str, dense: Sequence[str]) -> dict[str, Any]:
+        """A config of `export` that leaves out all modules but those called `experts` and below, however engines spell
+        them, and of those the `dense` ones.
 
-        transformers has names of its own for many modules, and modules that no file stores, such as tied ones.
+        Engines have names of their own for many modules, fuse some, and have some that no file stores (tied ones).
         """
         return dict(config)
 
@@ -341,6 +342,11 @@ class Format(ABC):
         """Config keys with a value that are neither in `used` nor in `ignored`."""
         stated = {key for key, value in config.quant.items() if value is not None}
         return sorted(stated - self.used - self.ignored - {"quant_method"})
+
+
+def outside(module: str) -> str:
+    """A regular expression for the names of modules that are not called `module`, nor below one that is."""
+    return rf"^(?!.*\.{module}(\.|$)).*"
 
 
 def require(config: Config, key: str, kind: type | tuple[type, ...], legal: Sequence[Any] = ()) -> Any:

@@ -48,6 +48,7 @@ from lancebill.formats.base import (
     checked,
     dense,
     optional,
+    outside,
     part,
 )
 from lancebill.numbers.dtypes import BF16, E4M3, F16, F32, ZERO16, DType
@@ -142,9 +143,8 @@ class CompressedTensors(Format):
             return Loading.ALONE
         return Loading.YES if spec.scales[0].block in (CHANNEL, TENSOR) else Loading.NO
 
-    def leave_rest(self, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
-        inside = [name for name in config["ignore"] if f".{experts}." in name]
-        return {**config, "ignore": [rf"re:^(?!.*\.{experts}\.).*", *inside]}
+    def leave_rest(self, config: Mapping[str, Any], experts: str, dense: Sequence[str]) -> dict[str, Any]:
+        return {**config, "ignore": [f"re:{outside(experts)}", *dense]}
 
     def add_modules(
         self, config: Mapping[str, Any], spec: QuantSpec, modules: Sequence[str]

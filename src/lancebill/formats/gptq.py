@@ -33,6 +33,7 @@ from lancebill.formats.base import (
     checked,
     dense,
     optional,
+    outside,
     part,
     require,
 )
@@ -214,8 +215,11 @@ class Gptq(Format):
         # Version 1 stores a zero point of 0 in several ways.
         version, zeros = ("gptq", Zeros.UNNAMED) if spec.zero is None else ("gptq_v2", Zeros.PLAIN)
         config = _config(spec, version, desc_act=False)
-        config["dynamic"] = {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {}
+        config["dynamic"] = _left_out(dense_modules)
         return config, gptq_scheme(spec, zeros=zeros, desc_act=False)
+
+    def leave_rest(self, config: Mapping[str, Any], experts: str, dense: Sequence[str]) -> dict[str, Any]:
+        return {**config, "dynamic": {f"-:{outside(experts)}": {}, **_left_out(dense)}}
 
     def examples(self) -> Iterator[Example]:
         for bits in BITS:
@@ -247,6 +251,10 @@ def _config(spec: QuantSpec, version: str, *, desc_act: bool) -> dict[str, Any]:
         "desc_act": desc_act,
         "checkpoint_format": version,
     }
+
+
+def _left_out(modules: Sequence[str]) -> dict[str, Any]:
+    return {f"-:(?:{'|'.join(map(re.escape, modules))})$": {}} if modules else {}
 
 
 def overridden(config: Config, name: str, known: frozenset[str]) -> Config | None:

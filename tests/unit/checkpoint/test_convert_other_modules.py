@@ -122,6 +122,22 @@ def test_other_modules_are_otherwise_dequantised_and_listed_as_ignored(fp8_model
     assert scheme.spec == DENSE_BF16
 
 
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "gptq"])
+def test_other_modules_are_left_out_however_engines_call_them(fmt: str, fp8_model: Path, tmp_path: Path) -> None:
+    """vLLM fuses q, k and v, transformers moves layers, and no file stores a tied output matrix."""
+    run_conversion(fp8_model, tmp_path / "out", "int4-g64", fmt)
+    with Checkpoint.open(tmp_path / "out") as after:
+        specs = {
+            name: registry()[fmt].scheme(after.config, Module(name)).spec
+            for name in (
+                "model.layers.0.self_attn.qkv_proj", "model.language_model.layers.0.self_attn.q_proj", "lm_head",
+                "model.layers.0.mlp.shared_experts.gate_proj", "model.layers.0.mlp.experts.7.gate_proj",
+                "model.layers.0.mlp.experts",
+            )
+        }  # fmt: skip
+    assert [spec.quantized for spec in specs.values()] == [False] * 4 + [True] * 2, specs
+
+
 def test_a_module_without_its_scale_is_an_error(tmp_path: Path) -> None:
     example = find_example("fp8", "block-F32")
     tensors = encoded(example, "model.layers.0.self_attn.q_proj", torch.randn(128, 256))

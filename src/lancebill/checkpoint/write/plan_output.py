@@ -70,7 +70,8 @@ def plan_output(
     quant, scheme = target.format.config_for(target.spec, ignored)
     quant, written_rest = add_rest(format, quant, scheme, rest)
     if target.spec.quantized and not quantized:
-        quant = target.format.leave_rest(quant, jobs[0].form.holder)
+        holder = jobs[0].form.holder
+        quant = target.format.leave_rest(quant, holder, [name for name in ignored if holder in name.split(".")])
     plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
     output = Output(
         target,
