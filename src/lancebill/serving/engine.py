@@ -22,15 +22,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lancebill.errors import LancebillError, QueueFull
+from lancebill.errors import LancebillError, LaunchError, QueueFull
 from lancebill.serving.prefixes import Prefixes
-from lancebill.serving.runners import Runner
+from lancebill.serving.runners import Runner, check_device
 from lancebill.serving.sampling import Sampling, Token, checked, choose, most_likely
 
 log = logging.getLogger("lancebill")
 
+STEP_FAILED = (LancebillError, RuntimeError, MemoryError)
 CHOOSING_FAILED = (LancebillError, RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, MemoryError)
 STEP_SECONDS = 0.25  # how long a step that reads prompts may take, within the next two limits
 LEAST_STEP_TOKENS = 128  # of prompts: with fewer, reading the weights would take most of the time
@@ -74,6 +76,7 @@ class Answer:
         self.state: Any = None
         self.source, self.asked = how.generator(), how.asked(prompt)
         self.cancelled = self.paused = False
+        self.suspect = False  # was in a step that failed: its next step is its own
         self.submitted = time.perf_counter()
 
     @property
@@ -130,8 +133,9 @@ class BatchEngine:
         limits: Limits,
         ends: Iterable[int] = (),
         on_first_token: Callable[[float], None] = lambda seconds: None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.limits = limits
+        self.limits, self._device = limits, device
         self._runner, self._ends, self._on_first = runner, frozenset(ends), on_first_token
         self._prefixes = Prefixes(runner, limits.kept_tokens)
         self._waiting: deque[Answer] = deque()
@@ -206,6 +210,9 @@ class BatchEngine:
         try:
             while self._admit():
                 self._step()
+        except LaunchError as error:  # of the device itself: every further step would fail
+            self.failed = True
+            log.error("%s", error)
         except BaseException:
             self.failed = True
             raise
@@ -249,8 +256,8 @@ class BatchEngine:
             self._changed.wait(left)
 
     def _fits(self, answer: Answer) -> bool:
-        if not self._running:
-            return True
+        if not self._running or answer.suspect or any(other.suspect for other in self._running):
+            return not self._running
         growing = answer.growing + sum(other.growing for other in self._running)
         return len(self._running) < self.limits.running and growing <= self.limits.cached_tokens
 
@@ -276,9 +283,10 @@ class BatchEngine:
             plain = [row for row, answer in enumerate(answers) if answer.how.plain]
             ids = most_likely(logits if len(plain) == len(answers) else logits[plain])
             best = dict(zip(plain, zip(ids, logits[plain, ids].tolist())))
-        except (RuntimeError, MemoryError):  # out of memory, most likely: these answers are lost, later ones are not
-            self._prefixes.forget()
-            self._end(answers, End("error"))
+        except STEP_FAILED as error:
+            check_device(self._device)
+            log.error("a step of %d answers failed: %s: %s", len(answers), type(error).__name__, error)
+            self._try_apart(answers)
             return
         seconds = time.monotonic() - start
         self._steps += 1
@@ -288,6 +296,7 @@ class BatchEngine:
                 read += self._count_read(answer, len(tokens[row]))
             if answer.reads:
                 continue
+            answer.suspect = False
             try:
                 token = self._chosen(answer, logits[row], best.get(row))
             except CHOOSING_FAILED as error:  # whatever is wrong with this answer, the others go on
@@ -295,6 +304,21 @@ class BatchEngine:
             else:
                 self._take(answer, token)
         self._fit_steps(read, seconds)
+
+    def _try_apart(self, answers: Sequence[Answer]) -> None:
+        """All begin again, each in a step of its own; one whose own step fails ends."""
+        for answer in answers:
+            self._drop(answer)
+        self._prefixes.forget()
+        if len(answers) == 1:
+            self._end(answers, End("error"))
+            return
+        with self._changed:
+            self._running = [answer for answer in self._running if answer not in answers]
+            for answer in answers:
+                answer.pause()
+                answer.suspect = True
+            self._waiting.extendleft(reversed(answers))
 
     def _count_read(self, answer: Answer, count: int) -> int:
         again = max(0, min(count, answer.known - answer.read))
@@ -312,10 +336,14 @@ class BatchEngine:
 
     def _fail(self, answer: Answer, error: Exception) -> None:
         log.error("an answer ended with an error: %s: %s", type(error).__name__, error)
-        if answer.state is not None:  # its keys and values may be wrong too: no other answer begins with them
+        self._drop(answer)
+        self._end([answer], End("error"))
+
+    def _drop(self, answer: Answer) -> None:
+        """Its keys and values may be wrong: no other answer begins with them."""
+        if answer.state is not None:
             self._prefixes.end(answer.state, ())
             answer.state = None
-        self._end([answer], End("error"))
 
     def _next_tokens(self, answers: Sequence[Answer]) -> dict[Answer, Sequence[int]]:
         """The tokens that the next step appends to each answer. New answers may wait for a prefix being read."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lancebill.errors import LaunchError
+
 
 class Runner(Protocol):
     """A model that continues several sequences in one call."""
@@ -58,3 +60,16 @@ class SmallSteps(Protocol):
     def settle(self, own_seconds: float, small_seconds: float) -> None:
         """Find `most_tokens`, knowing how long a step of few tokens takes the model itself and takes this."""
         ...
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise if this device computes nothing any more: after an illegal access, every call on that GPU fails."""
+    try:
+        torch.zeros(1, dtype=torch.float32, device=device).add_(1).item()
+    except torch.OutOfMemoryError:
+        return
+    except RuntimeError as error:
+        lost = "this device computes nothing any more, so the engine ends"
+        raise LaunchError(
+            lost, where=str(device), got=str(error).split("\n")[0], hint="start the server again"
+        ) from error

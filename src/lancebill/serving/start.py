@@ -27,7 +27,8 @@ def start(
         kept_tokens=Limits.kept_tokens if kept_tokens is None else kept_tokens,
     )
     metrics, chosen = Metrics(), runner(model, small, limits.context)
-    engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
+    ends = end_tokens(model, tokenizer)
+    engine = BatchEngine(chosen, limits, ends, metrics.count_first_token, model.device).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), recommended(model))
     about = [f"context {limits.context} tokens; requests run {_how(chosen)}", not_used(model)]
     return App(engine, served, metrics, api_key), "\n  ".join(filter(None, about))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.errors import QueueFull
+from lancebill.errors import LaunchError, QueueFull
 from lancebill.serving import engine as engines
 from lancebill.serving.engine import Answer, BatchEngine, End, Limits
 from lancebill.serving.sampling import Sampling, Token
@@ -221,6 +221,51 @@ def test_a_step_that_fails_costs_its_answers_only() -> None:
     engine.submit([later])
     assert later.wait() == alone([2], 10)
     engine.stop(LIMIT)
+
+
+class Poisoned(Counting):
+    """A step with a sequence that begins with 7 fails."""
+
+    error: Exception = LaunchError("layer 3 failed")
+
+    def step(self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Tensor:
+        if any([*sequence, *new][0] == 7 for sequence, new in zip(sequences, tokens)):
+            self.steps.append([len(each) for each in tokens])
+            raise self.error
+        return super().step(sequences, tokens)
+
+
+@pytest.mark.parametrize("error", [LaunchError("layer 3 failed"), RuntimeError("bad request"), MemoryError()])
+def test_an_answer_that_makes_steps_fail_ends_alone(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    model = Poisoned()
+    model.error = error
+    engine = BatchEngine(model, Limits(4096))
+    before, bad, after = Followed([1], 10), Followed([7], 10), Followed([2], 10)
+    engine.submit([before, bad, after])
+    engine.start()
+    assert bad.wait() == ([], "error") and [before.wait(), after.wait()] == [alone([1], 10), alone([2], 10)]
+    assert engine.alive and not engine.failed
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "a step of 3 answers failed", "a step of 1 answers failed",
+    ]  # fmt: skip
+    late = Followed([3], 5)
+    engine.submit([late])
+    assert late.wait() == alone([3], 5) and engine.stop(LIMIT)
+
+
+def test_a_dead_device_ends_the_engine_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that `meta` computes can be read, as nothing of a GPU after an illegal access."""
+    model = Poisoned()
+    model.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    engine = BatchEngine(model, Limits(4096), device="meta")
+    lost, other = Followed([7]), Followed([1], 50)
+    engine.submit([lost, other])
+    engine.start()
+    assert [lost.wait()[1], other.wait()[1]] == ["error", "error"]
+    engine._thread.join(LIMIT)
+    assert engine.failed and not engine.alive
+    (record,) = caplog.records
+    assert "computes nothing any more" in record.message and "meta" in record.message
 
 
 def finish(engine: BatchEngine, answers: Sequence[Followed]) -> None:
