@@ -41,7 +41,8 @@ from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import Problem
 from lancebill.numbers.random_weight import random_weight
-from lancebill.serving.ragged import RaggedModel, runner
+from lancebill.serving.choose_runner import runner
+from lancebill.serving.ragged import RaggedModel
 from lancebill.testing.layers import layer_problem
 
 # `generate` ----------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import tiny  # noqa: E402
 
 from lancebill import from_pretrained  # noqa: E402
 from lancebill.serving import engine as engines  # noqa: E402
+from lancebill.serving.choose_runner import runner  # noqa: E402
 from lancebill.serving.engine import Answer, BatchEngine, End, Limits  # noqa: E402
-from lancebill.serving.ragged import RaggedModel, SeparateModel, runner  # noqa: E402
+from lancebill.serving.ragged import RaggedModel, SeparateModel  # noqa: E402
 from lancebill.serving.recommended import recommended  # noqa: E402
 from lancebill.serving.sampling import Sampling  # noqa: E402
 

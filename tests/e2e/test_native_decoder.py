@@ -21,7 +21,8 @@ from lancebill.backends.cpu.native import library  # noqa: E402
 from lancebill.cli.answering import Answering, AnswerOptions  # noqa: E402
 from lancebill.integrations.transformers import native_decoder as native_decoders  # noqa: E402
 from lancebill.integrations.transformers.native_decoder import NativeDecoder, native_decoder  # noqa: E402
-from lancebill.serving.ragged import RaggedModel, runner  # noqa: E402
+from lancebill.serving.choose_runner import runner  # noqa: E402
+from lancebill.serving.ragged import RaggedModel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
 

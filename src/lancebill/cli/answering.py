@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -74,6 +75,7 @@ class Answering:
     def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.seed = seed % 2**63  # every integer is a seed; torch takes 64 bits
+        self.own_attention = model.config._attn_implementation
         self.runner = _native_runner(model)
         if self.runner is not None:
             _say_what_is_not_used(model)
@@ -88,13 +90,15 @@ class Answering:
         import torch
 
         from lancebill.integrations.transformers.streaming import GeneratedText, generate_streamed
+        from lancebill.serving.choose_runner import LONG, own_attention
         from lancebill.serving.text import TextStream
 
         wanted = _fitting(wanted, self.model.config, prompt["input_ids"].shape[1])
         self.seed += 1  # answers of one conversation do not repeat each other's random numbers
-        if self.runner is None:
+        if self.runner is None or prompt["input_ids"].shape[1] + wanted.tokens > LONG:
             torch.manual_seed(self.seed - 1)
-            return generate_streamed(self.model, self.tokenizer, prompt, write=write, **wanted.for_transformers())
+            with nullcontext() if self.runner is None else own_attention(self.model, self.own_attention):
+                return generate_streamed(self.model, self.tokenizer, prompt, write=write, **wanted.for_transformers())
         stream, pieces, times, start = TextStream(self.tokenizer), list[str](), list[float](), time.perf_counter()
         for token in self._tokens(prompt["input_ids"][0].tolist(), wanted):
             times.append(time.perf_counter())
@@ -147,7 +151,8 @@ def _fitting(wanted: AnswerOptions, config: Any, prompt: int) -> AnswerOptions:
 
 def _native_runner(model: Any) -> Any:
     """None where native steps do not give what the model does."""
-    from lancebill.serving.ragged import RaggedModel, runner
+    from lancebill.serving.choose_runner import runner
+    from lancebill.serving.ragged import RaggedModel
 
     small = models.small_steps(model)
     if small is None:

@@ -16,16 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lancebill.serving.probes import agree, independent, probe, probe_tokens, rounding_of
-from lancebill.serving.runners import KeysShape, Runner, SmallSteps
-from lancebill.serving.whole_prompts import DynamicAngles, pieces_differ, varying_angles
+from lancebill.serving.runners import KeysShape, SmallSteps
+from lancebill.serving.whole_prompts import DynamicAngles
 
 ATTENTION = "lancebill_ragged"
 FIRST_CAPACITY = 64  # tokens; doubled whenever it is used up
 MOST_UNUSED = 1024  # tokens that a sequence has memory for and does not hold
-KEEP_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def room(tokens: int) -> int:
@@ -164,7 +161,7 @@ def _attention_of_transformers(
 ) -> tuple[Tensor, None]:
     """transformers' signature of an attention function; `ragged` is passed through from the model's arguments."""
     how = {"scaling": scaling, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
-    return ragged.attend(module.layer_idx, query, key, value, **how).transpose(1, 2), None
+    return ragged.attend(module.layer_idx, query, key, value, **how).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention_of_transformers)
@@ -234,10 +231,10 @@ class OwnCache:
 
 
 class SeparateModel:
-    """One call of the model for each sequence, with the model's own cache."""
+    """One call of the model for each sequence, with the model's own cache. `why` says why not one for all."""
 
-    def __init__(self, model: Any, whole_prompts: bool = False) -> None:
-        self.model, self.whole_prompts = model, whole_prompts
+    def __init__(self, model: Any, whole_prompts: bool = False, why: str = "") -> None:
+        self.model, self.whole_prompts, self.why = model, whole_prompts, why
         self._dynamic_angles = DynamicAngles(model)
 
     def new_sequence(self) -> OwnCache:
@@ -253,45 +250,3 @@ class SeparateModel:
             sequence.cache = result.past_key_values
             rows.append(result.logits[0, -1])
         return torch.stack(rows)
-
-
-def runner(model: Any, small: SmallSteps | None = None, context: int | None = None) -> Runner:
-    """The fastest way to run this model that gives its own logits, found by trying it on a few tokens. `context` says
-    how long sequences get."""
-    angles_vary = varying_angles(model.config, context)
-    separate = SeparateModel(model, angles_vary or pieces_differ(model.config))
-    if angles_vary:
-        return separate
-    probes = probe_tokens(model)
-    expected, _ = probe(separate, probes)
-    state = separate.new_sequence()
-    separate.step([state], probes[:1])
-    if type(state.cache) is not DynamicCache or any(type(e) not in KEEP_KEYS_AND_VALUES for e in state.cache.layers):
-        return separate  # a state that is more than keys and values: recurrent, compressed
-    before = model.config._attn_implementation
-    rounding = rounding_of(separate, probes, expected)
-    try:
-        model.set_attn_implementation(ATTENTION)
-        found, own_seconds = probe(RaggedModel(model), probes)
-        if agree(found, expected, model.dtype, rounding) and independent(
-            RaggedModel(model), probes, model.dtype, rounding
-        ):
-            return RaggedModel(
-                model, None if small is None else _proven(small, model, probes, expected, own_seconds, rounding)
-            )
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
-        pass  # this model's attention does not take our argument
-    model.set_attn_implementation(before)
-    return separate
-
-
-def _proven(
-    small: SmallSteps, model: Any, probes: Sequence[Sequence[int]], expected: Tensor, own_seconds: float,
-    rounding: float,
-) -> SmallSteps | None:  # fmt: skip
-    """Small steps that give the model's logits; how long both took says up to how many tokens they are used."""
-    found, seconds = probe(RaggedModel(model, small), probes)
-    if not agree(found, expected, model.dtype, rounding):
-        return None
-    small.settle(own_seconds, seconds)
-    return small

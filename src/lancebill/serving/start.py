@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lancebill.serving.app import App
+from lancebill.serving.choose_runner import runner
 from lancebill.serving.context import longest_context
 from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
-from lancebill.serving.ragged import RaggedModel, runner
+from lancebill.serving.ragged import RaggedModel, SeparateModel
 from lancebill.serving.recommended import not_used, recommended
 from lancebill.serving.requests import Served
 from lancebill.serving.runners import Runner, SmallSteps
@@ -35,8 +36,9 @@ def start(
 
 
 def _how(chosen: Runner) -> str:
-    if not isinstance(chosen, RaggedModel):
-        return "in turns (this model keeps more than keys and values, or computes otherwise beside others)"
+    if isinstance(chosen, SeparateModel):
+        return f"in turns ({chosen.why})"
+    assert isinstance(chosen, RaggedModel)
     return "batched" if chosen.small is None else "batched, natively"
 
 

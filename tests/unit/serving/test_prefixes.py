@@ -19,9 +19,10 @@ from test_engine import LIMIT, Counting, Followed, limit_steps  # noqa: E402
 
 from lancebill.serving import engine as engines  # noqa: E402
 from lancebill.serving import prefixes  # noqa: E402
+from lancebill.serving.choose_runner import runner  # noqa: E402
 from lancebill.serving.engine import BatchEngine, Counters, Limits  # noqa: E402
 from lancebill.serving.prefixes import LEAST_SHARED, MOST_KEPT, Prefixes  # noqa: E402
-from lancebill.serving.ragged import FIRST_CAPACITY, KeysValues, RaggedModel, SeparateModel, runner  # noqa: E402
+from lancebill.serving.ragged import FIRST_CAPACITY, KeysValues, RaggedModel, SeparateModel  # noqa: E402
 from lancebill.serving.sampling import Sampling  # noqa: E402
 
 SIZE = {

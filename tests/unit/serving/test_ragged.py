@@ -12,7 +12,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from lancebill.serving import ragged  # noqa: E402
+from lancebill.serving import choose_runner  # noqa: E402
+from lancebill.serving.choose_runner import runner  # noqa: E402
 from lancebill.serving.ragged import (  # noqa: E402
     FIRST_CAPACITY,
     KeysValues,
@@ -20,7 +21,6 @@ from lancebill.serving.ragged import (  # noqa: E402
     SeparateModel,
     attention,
     room,
-    runner,
 )
 from lancebill.serving.start import end_tokens, start  # noqa: E402
 from lancebill.serving.whole_prompts import pieces_differ, varying_angles  # noqa: E402
@@ -139,7 +139,7 @@ def test_a_state_beside_the_layers_of_a_cache_is_noticed(monkeypatch: pytest.Mon
     model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**LINEAR)).eval()
     assert type(runner(model)) is SeparateModel
     # In 16 bits, and also if its cache were of the usual class, by its logits.
-    monkeypatch.setattr(ragged, "DynamicCache", type(model(torch.tensor([[1]])).past_key_values))
+    monkeypatch.setattr(choose_runner, "DynamicCache", type(model(torch.tensor([[1]])).past_key_values))
     for dtype in (torch.float32, torch.bfloat16):
         assert type(runner(model.to(dtype))) is SeparateModel
 
@@ -185,7 +185,7 @@ def test_models_that_read_whole_prompts() -> None:
         ({"rope_parameters": nested}, 33, True), ({"rope_parameters": {"full_attention": YARN}}, None, False),
     ):  # fmt: skip
         assert varying_angles(Config(**values), context) is varying, (values, context)
-    assert pieces_differ(Config(index_topk=2048)) and not pieces_differ(Config())
+    assert pieces_differ(Config(index_topk=2048), 64) and not pieces_differ(Config(), 64)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

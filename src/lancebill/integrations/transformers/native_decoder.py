@@ -2,7 +2,7 @@
 
 A model fits if its parts do: layers with one attention that `fused_modules` recognises, two norms, and a feed-forward
 block of routed experts, dense matrices or both. How the parts are connected is assumed (residuals around each, norms
-before each); whoever uses a decoder compares its logits with the model's own first, as `serving.ragged.runner` does.
+before each); whoever uses a decoder compares its logits with the model's own first, as `serving.choose_runner` does.
 """
 
 from __future__ import annotations
